@@ -87,16 +87,7 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
             trust: The file that says which keys must have signed which refs; by default the user's own.
             kwargs: fsspec's own.
         """
-        super().__init__(
-            store,
-            fo=fo,
-            target_protocol=target_protocol,
-            target_options=target_options,
-            cache_dir=cache_dir,
-            places=places,
-            trust=trust,
-            **kwargs,
-        )
+        super().__init__(**kwargs)
         if store is None and not fo:
             raise ValueError("which store? Write tsck://ref/model.safetensors::STORE, or give store= (a folder, s3://bucket/prefix, ...)")
         is_path = store is not None or target_protocol in (None, "file", "local")
@@ -143,15 +134,15 @@ class SnapshotFileSystem(AbstractFileSystem):  # type: ignore[misc]
             steps = {move.step: move.ulid for move in view.moves(_base(path), newest_first=False) if move.step is not None}
             return [_PathTarget(f"{path}{step}", view.snapshot(ulid)) for step, ulid in steps.items()]
         below = (name.removeprefix(f"{path}/") for name in _refs(view) if not path or name.startswith(f"{path}/"))
-        found = {name: _PathTarget(name, _ref(view, name)) for name in (f"{path}/{name.partition('/')[0]}".lstrip("/") for name in below)}
+        found: dict[str, _PathTarget] = {}
+        for name in (f"{path}/{name.partition('/')[0]}".lstrip("/") for name in below):
+            found[name] = _PathTarget(name, resolve(view, name).info if view.branch(name) or view.tag(name) else None)
         for file in self._open_snapshot(target.info).files if target.info is not None else ():
             found.setdefault(f"{path}/{file}", _PathTarget(f"{path}/{file}", target.info, file))
         return list(found.values())
 
     def _target(self, view: RefTable, path: str) -> _PathTarget:
-        """Raises:
-        NotFoundError: the path does not exist.
-        """
+        """Raises `NotFoundError` if the path does not exist."""
         path = self._strip_protocol(path)
         folder, _, name = path.rpartition("/")
         if view.branch(path) or view.tag(path):
@@ -339,11 +330,6 @@ class SnapshotFile(io.BufferedIOBase):
 
 def _refs(view: RefTable) -> list[str]:
     return sorted([*view.branches(), *view.tags()])
-
-
-def _ref(view: RefTable, path: str) -> SnapshotRow | None:
-    """The snapshot at a branch or tag of that name."""
-    return resolve(view, path).info if view.branch(path) or view.tag(path) else None
 
 
 def _base(path: str) -> str:

@@ -2,17 +2,13 @@
 
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from tensorstore_ck.training import TrainingState
+from tensorstore_ck.training import TrainingState
 
 
 def require_supported(engine: Any) -> None:
-    """Checks DeepSpeed's version, and whether the state of this engine can be saved; None: there is none.
-
-    Raises `MissingExtraError` if the version is not supported, `InvalidOptionError` if something in the engine cannot be saved.
-    """
+    """See `tensorstore_ck.integrations.deepspeed.compatibility.require_supported`; None: there is no engine."""
     if engine is not None:
         from tensorstore_ck.integrations.deepspeed import compatibility  # noqa: PLC0415
 
@@ -30,7 +26,7 @@ def partitioned(engine: Any) -> AbstractContextManager[None]:
 
 def training_of(
     engine: Any, values: dict[str, Any], *, schedulers: object, extra: dict[str, Any], parts: Collection[str] | None = None
-) -> "TrainingState":
+) -> TrainingState:
     """The state of an engine; see `tensorstore_ck.integrations.deepspeed.engine_state.training_of`."""
     from tensorstore_ck.integrations.deepspeed import engine_state  # noqa: PLC0415
 

@@ -31,8 +31,8 @@ _STATEMENT: Final = "https://in-toto.io/Statement/v1"
 _PREDICATE: Final = "https://model_signing/signature/v1.0"
 _GIT: Final = (".git", ".github", ".gitattributes", ".gitignore")
 """What model-signing leaves out of a folder by default."""
-_CURVES: Final = {"secp256r1": 256, "secp384r1": 384, "secp521r1": 512}
-"""Curve -> the bits of its hash."""
+_CURVES: Final = {"secp256r1": "SHA256", "secp384r1": "SHA384", "secp521r1": "SHA512"}
+"""Curve -> its hash."""
 _MAX_BYTES: Final = 64 << 20
 
 
@@ -51,6 +51,8 @@ class FolderSigner:
 
     def sign(self, folder: str, name: str) -> bytes:
         """The bundle that signs all files of a folder, which is to be called `name`."""
+        from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat  # noqa: PLC0415 - an extra, which the key has needed
+
         resources = [{"name": file, "algorithm": "sha256", "digest": digest} for file, digest in sorted(_digests(folder, _GIT).items())]
         all_digests = b"".join(bytes.fromhex(each["digest"]) for each in resources)
         how = {"method": "files", "hash_type": "sha256", "allow_symlinks": False, "ignore_paths": list(_GIT)}
@@ -62,10 +64,11 @@ class FolderSigner:
         }
         payload = json.dumps(statement).encode()
         public = self._key.public_key()
+        hint = hashlib.sha256(public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
         signature = self._key.sign(_signed_bytes(payload), _algorithm(public))
         bundle = {
             "mediaType": _BUNDLE,
-            "verificationMaterial": {"publicKey": {"hint": _hint(public)}, "tlogEntries": []},
+            "verificationMaterial": {"publicKey": {"hint": hint}, "tlogEntries": []},
             "dsseEnvelope": {
                 "payload": base64.b64encode(payload).decode(),
                 "payloadType": _PAYLOAD,
@@ -95,7 +98,10 @@ def verify_folder(folder: str, signature: str, key: str) -> tuple[str, ...]:
         raise NotFoundError(f"there is no folder {folder}", object_id=folder)
     public, data = _public_key(key), _read(signature, "signature")
     try:
-        envelope = _checked_bundle(parse_json(data))
+        bundle = parse_json(data)
+        envelope = bundle["dsseEnvelope"]
+        if bundle["mediaType"] != _BUNDLE or envelope["payloadType"] != _PAYLOAD or len(envelope["signatures"]) != 1:
+            raise ValueError("another kind of bundle")
         payload = base64.b64decode(envelope["payload"], validate=True)
         signed = base64.b64decode(envelope["signatures"][0]["sig"], validate=True)
         if not _is_signed(public, signed, payload):
@@ -116,13 +122,6 @@ def verify_folder(folder: str, signature: str, key: str) -> tuple[str, ...]:
         more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""
         raise UntrustedError(f"{folder} is not what {signature} signs: {problems[0]}{more}", object_id=folder)
     return tuple(sorted(found))
-
-
-def _checked_bundle(bundle: Mapping[str, Any]) -> Mapping[str, Any]:
-    envelope: Mapping[str, Any] = bundle["dsseEnvelope"]
-    if bundle["mediaType"] != _BUNDLE or envelope["payloadType"] != _PAYLOAD or len(envelope["signatures"]) != 1:
-        raise ValueError("another kind of bundle")
-    return envelope
 
 
 def _signed_digests(statement: Mapping[str, Any]) -> tuple[dict[str, str], tuple[str, ...]]:
@@ -221,14 +220,7 @@ def _algorithm(public: "EllipticCurvePublicKey") -> "ECDSA":
     from cryptography.hazmat.primitives import hashes  # noqa: PLC0415 - an extra, which the key has needed
     from cryptography.hazmat.primitives.asymmetric.ec import ECDSA  # noqa: PLC0415
 
-    by_bits: dict[int, hashes.HashAlgorithm] = {256: hashes.SHA256(), 384: hashes.SHA384(), 512: hashes.SHA512()}
-    return ECDSA(by_bits[_CURVES[public.curve.name]])
-
-
-def _hint(public: "EllipticCurvePublicKey") -> str:
-    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat  # noqa: PLC0415 - as above
-
-    return hashlib.sha256(public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)).hexdigest()
+    return ECDSA(getattr(hashes, _CURVES[public.curve.name])())
 
 
 def _signed_bytes(payload: bytes) -> bytes:

@@ -117,8 +117,6 @@ class _Metrics:
             case "swapped":
                 self._pause.record(number("pause_seconds"), about)
                 self._feed_age.set(number("age_seconds"), about)
-            case _:
-                pass
         if "memory_bytes" in event.fields:
             rank = {"tensorstore_ck.rank": event.rank}
             self._in_flight.set(int(number("queue_depth")), rank)

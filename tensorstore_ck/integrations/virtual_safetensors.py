@@ -7,9 +7,9 @@ torch nor paths nor fsspec.
 
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from tensorstore_ck.engine.interfaces import SnapshotContent, WantedBox
 from tensorstore_ck.engine.read.block_reader import BufferTarget
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.block_assignment import row_boxes
-from tensorstore_ck.format.layout import Layout
+from tensorstore_ck.format.layout import Layout, dense_strides
 from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.format.tree import Container, Leaf, leaves, parse
 from tensorstore_ck.format.values import decode, describe
@@ -43,20 +43,8 @@ _DTYPES: Final = {**TORCH_DTYPES, **{f"np:{'|' if kind.endswith('1') else '<'}{k
 """Stored dtype -> that of safetensors."""
 
 
-class VirtualFile(Protocol):
-    """Bytes that can be read from any position. Thread-safe."""
-
-    size: int
-
-    def read_into(self, start: int, target: memoryview) -> None:
-        """Fills `target` with the bytes from `start` on. All of them lie within the file."""
-
-    def window(self, position: int) -> tuple[int, int]:
-        """The bytes [start, stop) around a position that should be read together."""
-
-
 class _BytesFile:
-    """A small file that is in memory."""
+    """A small file that is in memory: see `SafetensorsFile` for its methods."""
 
     def __init__(self, data: bytes) -> None:
         self.size = len(data)
@@ -70,8 +58,6 @@ class _BytesFile:
 
 
 class _FileTensor(NamedTuple):
-    """A tensor of the file."""
-
     leaf: Leaf
     start: int
     """The position in the file."""
@@ -109,12 +95,12 @@ class SafetensorsFile:
         self._span: tuple[_FileTensor, bytearray] | None = None
 
     def window(self, position: int) -> tuple[int, int]:
-        """See `VirtualFile`. Windows end at block boundaries, so that a sequential read reads no block twice."""
+        """The bytes [start, stop) around a position that should be read together: blocks end there, so none is read twice."""
         number = int(np.searchsorted(self._windows, position, "right"))
         return int(self._windows[number - 1]), int(self._windows[number]) if number < len(self._windows) else self.size
 
     def read_into(self, start: int, target: memoryview) -> None:
-        """See `VirtualFile`. Raises `DamageError` if a block is missing or damaged."""
+        """Fills `target` with the bytes from `start` on, all within the file. Raises `DamageError` if a block is missing or damaged."""
         stop = start + len(target)
         head = self._head[start:stop]
         target[: len(head)] = head
@@ -168,6 +154,10 @@ class SafetensorsFile:
         piece[:] = memoryview(data)[start - first * item :][: len(piece)]
 
 
+VirtualFile = SafetensorsFile | _BytesFile
+"""Bytes that can be read from any position. Thread-safe."""
+
+
 class SnapshotFiles:
     """The files of a snapshot."""
 
@@ -177,7 +167,10 @@ class SnapshotFiles:
         tree = parse(layout, len(content.values))
         all_leaves = list(leaves(tree))
         self._values = [leaf for leaf in all_leaves if leaf.kind == "value"]
-        model = {id(leaf) for leaf in _model_leaves(tree)}
+        model = set[int]()
+        for key, child in zip(tree.keys, tree.children, strict=False) if isinstance(tree, Container) else ():
+            if key == MODEL_KEY and isinstance(child, Container):
+                model = {id(leaf) for leaf in leaves(child)}
         tensors = [leaf for leaf in all_leaves if leaf.kind != "value"]
         if not any(id(leaf) in model for leaf in tensors):
             model = set()
@@ -227,13 +220,6 @@ class SnapshotFiles:
         return _BytesFile(json.dumps(about, indent=1).encode() + b"\n")
 
 
-def _model_leaves(tree: Container | Leaf) -> Iterator[Leaf]:
-    if isinstance(tree, Container):
-        for key, child in zip(tree.keys, tree.children, strict=False):
-            if key == MODEL_KEY and isinstance(child, Container):
-                yield from leaves(child)
-
-
 def _finite(value: Any) -> Any:
     """For JSON, which has no NaN."""
     if isinstance(value, Mapping):
@@ -255,8 +241,7 @@ def _stored_dtype(layout: Layout, leaf: Leaf) -> str:
 def _file_tensor(layout: Layout, leaf: Leaf) -> _FileTensor:
     """Where a leaf lies in its base; checks the numbers, which come from the store."""
     spec = layout.tensors[leaf.index]
-    dtype = _DTYPES[_stored_dtype(layout, leaf)]
-    item_bytes = _ITEM_BYTES.get(dtype, 1)
+    item_bytes = _ITEM_BYTES.get(_DTYPES[_stored_dtype(layout, leaf)], 1)
     if leaf.kind == "tensor":
         if item_bytes != spec.item_bytes:
             raise CorruptObjectError(f"a layout claims that {spec.dtype} has {spec.item_bytes} bytes; run `tsck fsck`", object_id=leaf.path)
@@ -266,7 +251,8 @@ def _file_tensor(layout: Layout, leaf: Leaf) -> _FileTensor:
     low, high = _byte_range(shape, strides, item_bytes)
     if 0 in shape or offset + low < 0 or offset + high > spec.size_bytes:
         raise CorruptObjectError(f"view {leaf.path!r} does not lie within tensor {spec.name!r}; run `tsck fsck`", object_id=leaf.path)
-    size, gaps = prod(shape) * item_bytes, None if _is_contiguous(shape, strides, item_bytes) else strides
+    is_contiguous = all(extent == 1 or step == dense for extent, step, dense in zip(shape, steps, dense_strides(tuple(shape)), strict=True))
+    size, gaps = prod(shape) * item_bytes, None if is_contiguous else strides
     return _FileTensor(leaf, start=0, size=size, shape=tuple(shape), item_bytes=item_bytes, offset=offset, strides=gaps)
 
 
@@ -274,15 +260,6 @@ def _byte_range(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -
     """The start of a view's first byte and the end of its last, relative to its element 0."""
     reaches = [(extent - 1) * step for extent, step in zip(shape, strides, strict=True)]
     return sum(reach for reach in reaches if reach < 0), sum(reach for reach in reaches if reach > 0) + item_bytes
-
-
-def _is_contiguous(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> bool:
-    expected = item_bytes
-    for extent, step in zip(reversed(shape), reversed(strides), strict=True):
-        if extent != 1 and step != expected:
-            return False
-        expected *= extent
-    return True
 
 
 def _windows(head_bytes: int, entries: Iterable[_FileTensor]) -> Iterable[int]:

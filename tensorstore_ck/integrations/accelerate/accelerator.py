@@ -23,7 +23,7 @@ from tensorstore_ck.errors import InvalidOptionError, NotFoundError
 from tensorstore_ck.integrations import held_engine
 from tensorstore_ck.integrations.accelerate import data_order
 from tensorstore_ck.integrations.accelerate.compatibility import require_supported
-from tensorstore_ck.integrations.trainer.attach import all_ranks, opened
+from tensorstore_ck.integrations.trainer.attach import NativeNames, all_ranks, opened
 from tensorstore_ck.integrations.trainer.attach import attach as mix_in
 from tensorstore_ck.integrations.trainer.pointers import NamedSaves, read_pointer
 from tensorstore_ck.integrations.trainer.saves import new_checkpointer
@@ -41,7 +41,7 @@ REFUSED: Final = {DistributedType.MEGATRON_LM: "Megatron-LM", DistributedType.XL
 
 
 @short_errors
-class SnapshotMixin:
+class SnapshotMixin(NativeNames):
     """Mixed into the class of an `accelerate.Accelerator`: see `attach`."""
 
     _store: Store
@@ -77,19 +77,13 @@ class SnapshotMixin:
         return object.__new__, (type(self).__bases__[1],), state
 
     @property
-    def _native(self) -> Any:
-        """This object, with the private names of accelerate's Accelerator."""
-        return self
-
-    @property
     def _group(self) -> "dist.ProcessGroup | None":
         """None: one process. A single rank of DeepSpeed is a group, since its parameters are partitioned."""
         return all_ranks(also_one=self._is_deepspeed)
 
     @property
     def _is_deepspeed(self) -> bool:
-        uses_deepspeed: bool = self._native.distributed_type == DistributedType.DEEPSPEED
-        return uses_deepspeed
+        return bool(self._native.distributed_type == DistributedType.DEEPSPEED)
 
     @property
     def _engine(self) -> Any:
@@ -171,7 +165,9 @@ class SnapshotMixin:
         if native.is_main_process or (config.save_on_each_node and native.is_local_main_process):
             self._named.name(saved, [folder], self._store.url, self._ref, run=checkpointer.run)
             if config.automatic_checkpoint_naming and config.total_limit is not None:
-                rotate(folder.parent, config.total_limit)
+                light = [path for _, path in numbered(folder.parent) if read_pointer(path) is not None]  # else accelerate wrote it
+                for path in light[: max(0, len(light) - config.total_limit)]:
+                    shutil.rmtree(path, ignore_errors=True)
         return folder
 
     def _automatic_folders(self) -> Path:
@@ -198,14 +194,12 @@ class SnapshotMixin:
         objects = [*native._models, *native._optimizers, *native._schedulers, *native._custom_objects, native.scaler]
         if self._checkpointer is None or [*map(id, objects)] != [*map(id, self._saved)]:
             self._finish_saves()
-            self._checkpointer, self._saved = self._new_checkpointer(), objects
+            limit = native.project_configuration.total_limit
+            keep = None if limit is None else {"keep_last": limit}
+            options: dict[str, Any] = {"group": self._group, "keep": keep, "asynchronous": self._asynchronous}
+            self._checkpointer = new_checkpointer(self._store, self._training(), self._ref, argument="load_state()", **options)
+            self._saved = objects
         return self._checkpointer
-
-    def _new_checkpointer(self) -> Checkpointer:
-        limit = self._native.project_configuration.total_limit
-        keep = None if limit is None else {"keep_last": limit}
-        options: dict[str, Any] = {"group": self._group, "keep": keep, "asynchronous": self._asynchronous}
-        return new_checkpointer(self._store, self._training(), self._ref, argument="load_state()", **options)
 
     def _training(self) -> TrainingState:
         native, engine = self._native, self._engine
@@ -244,11 +238,7 @@ class SnapshotMixin:
         self._values.update({ACCELERATOR_STEP: native.step, SAVE_ITERATION: native.project_configuration.iteration, LOADERS: loaders})
 
     def end_training(self) -> None:
-        """Waits for the saves, then see accelerate.
-
-        Raises:
-            StoreError: the newest save failed.
-        """
+        """Waits for the saves, then see accelerate. Raises `StoreError` if the newest save failed."""
         try:
             self._finish_saves(finished=True)
         finally:
@@ -360,8 +350,7 @@ def attach(accelerator: accelerate.Accelerator, *, store: Store | str | os.PathL
         MissingExtraError: accelerate has another version than those that are supported.
     """
     begin = partial(SnapshotMixin._use_store, accelerator, store, ref, asynchronous=asynchronous)
-    expected = "an accelerate.Accelerator"
-    mix_in(accelerator, SnapshotMixin, accelerate.Accelerator, begin, title="Accelerator", expected=expected)
+    mix_in(accelerator, SnapshotMixin, accelerate.Accelerator, begin, title="Accelerator", expected="an accelerate.Accelerator")
 
 
 def _one_or_all(objects: list[Any]) -> Any:
@@ -383,10 +372,3 @@ def is_native(folder: Path) -> bool:
 def numbered(folder: Path) -> list[tuple[int, Path]]:
     """Folders of automatic naming, in their order; none if `folder` does not exist."""
     return sorted((int(match[1]), path) for path in folder.glob("checkpoint_*") if (match := AUTOMATIC.fullmatch(path.name)))
-
-
-def rotate(folder: Path, limit: int) -> None:
-    """Deletes light folders beyond the limit; not those that accelerate wrote."""
-    light = [path for _, path in numbered(folder) if read_pointer(path) is not None]
-    for path in light[: max(0, len(light) - limit)]:
-        shutil.rmtree(path, ignore_errors=True)

@@ -51,15 +51,6 @@ class Begun(NamedTuple):
     anchor: int
 
 
-class Gathered(NamedTuple):
-    """The content that the coordinator publishes."""
-
-    captured: CapturedState
-    """Its own state, with the values of all ranks."""
-    others: Sequence[WriterReport]
-    """By the number of the part."""
-
-
 def coordinators_request(
     context: SaveContext,
     ref: str,
@@ -106,8 +97,8 @@ class DcpSave:
         self.ref, self.step, self.rank = request.ref, request.step, rank
         self.begun: Begun | None = None
         """This rank's part, until its values are known."""
-        self.gathered: Gathered | None = None
-        """On the coordinator: set before `run`."""
+        self.gathered: tuple[CapturedState, Sequence[WriterReport]] | None = None
+        """On the coordinator, before `run`: its own state, with the values of all ranks; the others' reports, by the number of the part."""
         self._request = request
         self._context, self._engine = context, context.engine
         self._destination = StoreDestination(context.engine)
@@ -120,11 +111,7 @@ class DcpSave:
     # --- every rank ---------------------------------------------------------------------------------------------------
 
     def write_tensors(self, role: Role, captured: CapturedState, meter: SaveMeter) -> Begun:
-        """The coordinator's call: the values of all ranks, which belong into its part, are not known yet.
-
-        Raises:
-            NoSpaceError: there is not enough space for this rank's tensors.
-        """
+        """The coordinator's call: the values of all ranks are not known yet. Raises `NoSpaceError` if its tensors need more space."""
         self._prepare(role, captured, meter)
         self.begun = self._begin(role, captured, meter)
         return self.begun

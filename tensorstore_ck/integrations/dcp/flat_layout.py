@@ -72,11 +72,7 @@ def _tensor(size: Sequence[int], properties: Any) -> TensorItem:
 
 
 def build_flat_layout(items: Items, paths: Mapping[str, Path], *, in_boxes: bool) -> FlatLayout:
-    """The layout of a state with these items. `in_boxes`: each rank's part says which boxes of the tensors it has.
-
-    Raises:
-        UnsupportedValueError: a tensor's dtype has no stored form.
-    """
+    """The layout of a state with these items; `in_boxes`: parts have boxes. Raises `UnsupportedValueError` for a dtype without a form."""
     ordered = dict.fromkeys([*(fqn for fqn in paths if fqn in items), *items])  # in the state's order, not by rank
     of_items = {fqn: paths.get(fqn, (fqn,)) for fqn in ordered}
     ends = set(of_items.values())

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -49,18 +49,14 @@ class Tiny(NamedTuple):
 
 
 def assign_roles(plans: Sequence[SavePlan], coordinator: int) -> list[SavePlan]:
-    """The coordinator's global plan, with a `Role` for itself and for every rank that writes something.
-
-    Raises:
-        UnsupportedValueError: a tensor cannot be stored.
-    """
+    """The coordinator's global plan, with a `Role` for each rank that writes. Raises `UnsupportedValueError` for what cannot be stored."""
     if not any(plan.usable for plan in plans):
         return list(plans)  # DCP reuses the plans of its last save, with their roles
     plans = _completed(plans)
     writers = [coordinator, *(rank for rank, plan in enumerate(plans) if plan.items and rank != coordinator)]
-    boxes = [item.tensor_data.chunk for plan in plans for item in plan.items if item.tensor_data is not None]
-    sizes = [item.tensor_data.size for plan in plans for item in plan.items if item.tensor_data is not None]
-    flat = build_flat_layout(*items_of_plans(plans), in_boxes=len(writers) > 1 or _are_cut(boxes, sizes))
+    tensors = [item.tensor_data for plan in plans for item in plan.items if item.tensor_data is not None]
+    is_cut = any(data.chunk.sizes != data.size for data in tensors)
+    flat = build_flat_layout(*items_of_plans(plans), in_boxes=len(writers) > 1 or is_cut)
     layout = flat.layout.encoded
     assigned = list(plans)
     for part, rank in enumerate(writers):
@@ -72,13 +68,8 @@ def assign_roles(plans: Sequence[SavePlan], coordinator: int) -> list[SavePlan]:
 def flat_layout_of(metadata: Metadata, parts: int) -> FlatLayout:
     """The layout of `assign_roles`, rebuilt from DCP's metadata."""
     tensors = [entry for entry in metadata.state_dict_metadata.values() if isinstance(entry, TensorStorageMetadata)]
-    boxes = [box for entry in tensors for box in entry.chunks]
-    sizes = [entry.size for entry in tensors for _ in entry.chunks]
-    return build_flat_layout(*items_of_metadata(metadata), in_boxes=parts > 1 or _are_cut(boxes, sizes))
-
-
-def _are_cut(boxes: Sequence[ChunkStorageMetadata], sizes: Sequence[torch.Size]) -> bool:
-    return any(box.sizes != size for box, size in zip(boxes, sizes, strict=True))
+    is_cut = any(box.sizes != entry.size for entry in tensors for box in entry.chunks)
+    return build_flat_layout(*items_of_metadata(metadata), in_boxes=parts > 1 or is_cut)
 
 
 def _completed(plans: Sequence[SavePlan]) -> Sequence[SavePlan]:

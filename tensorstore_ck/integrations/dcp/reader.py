@@ -127,11 +127,7 @@ class Reader(StorageReader):
         return replace(plan, storage_data=self.snapshot.root)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """On the coordinator.
-
-        Raises:
-            ConflictError: the ref moved between the reads of the ranks.
-        """
+        """On the coordinator. Raises `ConflictError` if the ref moved between the reads of the ranks."""
         roots = {plan.storage_data for plan in plans}
         if len(roots) > 1:
             address = self._target.address(self._checkpoint_id)
@@ -152,7 +148,7 @@ class Reader(StorageReader):
         boxes = [item for item in plan.items if item.type == LoadItemType.TENSOR]
         targets = [_target(planner, item) for item in boxes]
         wanted = []
-        memory, tied = self._separate_memory(boxes, targets)
+        memory, tied = self._separate_memory(targets)
         for item, target in zip(boxes, memory, strict=True):
             leaf = self._leaves[item.storage_index.fqn]
             if tuple(target.shape) != tuple(item.lengths):
@@ -181,7 +177,7 @@ class Reader(StorageReader):
 
     # --- the work -----------------------------------------------------------------------------------------------------
 
-    def _separate_memory(self, boxes: Sequence[ReadItem], targets: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], dict[int, int]]:
+    def _separate_memory(self, targets: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], dict[int, int]]:
         """Memory for each box, since only the last of several boxes with one target gets it; and the last one, for each of the others."""
         last = {place: number for number, target in enumerate(targets) if (place := _memory_of(target)) is not None}
         memory, tied = [*targets], dict[int, int]()

@@ -59,14 +59,7 @@ class ShadowReport:
     """Growth of the store."""
 
 
-class _Both(NamedTuple):
-    theirs: Any
-    ours: Any
-
-
 class _ShadowReport(NamedTuple):
-    """A rank's report on its two writes."""
-
     theirs: list[WriteResult]
     ours: list[WriteResult]
     seconds: tuple[float, float]
@@ -119,23 +112,21 @@ class ShadowWriter(StorageWriter):
         """On the coordinator."""
         theirs = self._theirs.prepare_global_plan(plans)
         ours = self._guarded(lambda: self._ours.prepare_global_plan(plans)) or plans
-        return [replace(one, storage_data=_Both(one.storage_data, two.storage_data)) for one, two in zip(theirs, ours, strict=True)]
+        return [replace(one, storage_data=(one.storage_data, two.storage_data)) for one, two in zip(theirs, ours, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """On every rank: writes the checkpoint, then the snapshot's part."""
-        both = plan.storage_data
+        for_theirs, for_ours = plan.storage_data
         started = time.perf_counter()
-        theirs = self._theirs.write_data(replace(plan, storage_data=both.theirs), planner)
+        theirs = self._theirs.write_data(replace(plan, storage_data=for_theirs), planner)
         theirs.wait()
         between = time.perf_counter()
-        written = self._guarded(lambda: self._ours.write(replace(plan, storage_data=both.ours), planner))
+        written = self._guarded(lambda: self._ours.write(replace(plan, storage_data=for_ours), planner))
         ended = time.perf_counter()
         begun, results = written or (None, [])
-        differing = (
-            self._guarded(lambda: _differing(plan, writer=self._theirs, written=theirs.value(), begun=begun, results=results))
-            if begun is not None
-            else None
-        )
+        differing = None
+        if begun is not None:
+            differing = self._guarded(lambda: _differing(plan, writer=self._theirs, written=theirs.value(), begun=begun, results=results))
         seconds, compared = (between - started, ended - between), len(plan.items)
         report = _ShadowReport(theirs.value(), results, seconds, compared, differing=differing or [], problem=self._problem)
         done: Future[list[WriteResult]] = Future()

@@ -1,7 +1,6 @@
 """`Writer`: what ``dcp.save`` and ``dcp.async_save`` write through.
 
-DCP's coordinator assigns the items; each rank writes its part as in any group save, and the coordinator publishes the parts. Nothing needs
-to be undone when a rank fails: DCP informs all ranks, and the written objects become garbage.
+DCP's coordinator assigns the items; each rank writes its part as in any group save (`DcpSave`), and the coordinator publishes the parts.
 
 What ranks must know of each other is in DCP's plans, since DCP may reuse plans of an earlier save, with another writer. Their layout has
 names and forms only: the coordinator adds the values when it has those of all ranks.
@@ -27,7 +26,7 @@ from tensorstore_ck.engine.write.sampled_checks import SAMPLE_SHARE, turn_of
 from tensorstore_ck.engine.write.suspicious_save import SuspiciousSaveWarning
 from tensorstore_ck.errors import InvalidOptionError, SnapshotAbortedError
 from tensorstore_ck.format.layout import layout_id
-from tensorstore_ck.integrations.dcp.dcp_save import Begun, DcpSave, Gathered, WriterReport, coordinators_request, ranks_request
+from tensorstore_ck.integrations.dcp.dcp_save import Begun, DcpSave, WriterReport, coordinators_request, ranks_request
 from tensorstore_ck.integrations.dcp.duplicate_items import DuplicateItems, differences, explain, hash_copies, local_items
 from tensorstore_ck.integrations.dcp.flat_layout import build_flat_layout, items_of_plans
 from tensorstore_ck.integrations.dcp.plans import Role, Tiny, assign_roles, flat_layout_of, resolve_items, with_tiny
@@ -222,7 +221,7 @@ class Writer(StorageWriter):
 
     # --- the work -----------------------------------------------------------------------------------------------------
 
-    def _gather(self, put: DcpSave, metadata: Metadata, results: list[list[WriteResult]]) -> Gathered:
+    def _gather(self, put: DcpSave, metadata: Metadata, results: list[list[WriteResult]]) -> tuple[CapturedState, list[WriterReport]]:
         """Collects the parts that the ranks have written, checked against DCP's metadata; warns of differing copies."""
         parts: dict[int, WriterReport] = {}
         values: dict[str, OpaqueItem] = {}
@@ -253,7 +252,7 @@ class Writer(StorageWriter):
                 object_id=put.ref,
             )
         self._compare_copies(put, metadata, results)
-        return Gathered(captured, [report for _, report in sorted(parts.items())])
+        return captured, [report for _, report in sorted(parts.items())]
 
     def _compare_copies(self, put: DcpSave, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Warns of differing copies, once for each name."""
@@ -311,11 +310,7 @@ class Writer(StorageWriter):
 
 
 def _filled(begun: Begun, metadata: Metadata, values: Mapping[str, OpaqueItem]) -> CapturedState:
-    """The coordinator's state, with the values of all ranks.
-
-    Raises:
-        SnapshotAbortedError: DCP's metadata and the written parts are not from one plan.
-    """
+    """The coordinator's state, with the values of all ranks. Raises `SnapshotAbortedError` if DCP's metadata is of another plan."""
     flat = flat_layout_of(metadata, begun.role.parts)
     if flat.layout.encoded != begun.role.layout or not {fqn for fqn in flat.holes if fqn is not None} <= values.keys():
         raise SnapshotAbortedError("DCP's metadata is not from the plan that the ranks wrote: check the planner", object_id="planner")

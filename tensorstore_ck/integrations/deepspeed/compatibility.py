@@ -26,12 +26,7 @@ USED: Final = ("global_steps", "global_samples", "skipped_steps", "micro_steps",
 
 
 def require_supported(engine: Any) -> None:
-    """Checks the installed DeepSpeed, and whether the state of this engine can be saved.
-
-    Raises:
-        MissingExtraError: its version is not supported, or a name that is used has changed.
-        InvalidOptionError: something in the engine cannot be saved.
-    """
+    """Checks the installed DeepSpeed (see `Package`). Raises `InvalidOptionError` if something in this engine cannot be saved."""
     PACKAGE.require_version(deepspeed.__version__)
     changed = [*changed_methods(DeepSpeedEngine, REPLACED), *missing_attributes(engine, USED)]
     PACKAGE.require_unchanged(deepspeed.__version__, changed, owner="the engine of", module="deepspeed.DeepSpeedEngine")

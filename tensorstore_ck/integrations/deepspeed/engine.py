@@ -122,11 +122,7 @@ class SnapshotMixin:
         return loaded
 
     def destroy(self) -> None:
-        """Waits for the saves, then see DeepSpeed.
-
-        Raises:
-            StoreError: the newest save failed.
-        """
+        """Waits for the saves, then see DeepSpeed. Raises `StoreError` if the newest save failed."""
         try:
             self._snapshots.finish()
         finally:
@@ -148,7 +144,6 @@ class _Snapshots:
     # --- save ---------------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path, tag: str | None, client_state: Mapping[str, Any], *, save_latest: bool, excludes_frozen: bool) -> bool:
-        """See `SnapshotMixin.save_checkpoint`."""
         engine = self._engine
         step = engine.global_steps
         tag = f"global_step{step}" if tag is None else str(tag)

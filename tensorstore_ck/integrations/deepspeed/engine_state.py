@@ -8,13 +8,14 @@ import copy
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
 from tensorstore_ck.errors import MismatchError, UnsupportedValueError
 from tensorstore_ck.integrations.deepspeed.fragments import Fragment, base_optimizer, fragments_of, is_copy, with_global_names
 from tensorstore_ck.integrations.deepspeed_names import COUNTERS, MASTER, MICRO_OFFSET, SCALE
+from tensorstore_ck.state import LazySnapshot
 from tensorstore_ck.training import TrainingState, optimizers
 from tensorstore_ck.training.buffers import plain_buffers
 from tensorstore_ck.training.gradients import Gradients
@@ -23,9 +24,6 @@ from tensorstore_ck.training.parameter_names import MODEL, ParameterNames, walk
 from tensorstore_ck.training.per_rank_state import PerRankState
 from tensorstore_ck.training.shared_state import GetOptimizer, SharedState
 from tensorstore_ck.training.stateful_parts import StatefulPart
-
-if TYPE_CHECKING:
-    from tensorstore_ck.state import LazySnapshot
 
 State = dict[str, Any]
 PARTS: Final = ("model", "optimizer", "scheduler", "scaler", "extra")
@@ -78,7 +76,8 @@ class EngineState(SharedState):
         captured = {**super().capture(get_optimizer), "model": self._weights(saved, self.saves_frozen)}
         if self._engine.optimizer is not None and "optimizer" in self._parts:
             captured["optimizer"] = {"state": dict(self._states(saved)), "param_groups": self._groups(fragments)}
-            captured["scaler"] = _scale_of(self._engine.optimizer)
+            scaler = _scaler_of(self._engine.optimizer)
+            captured["scaler"] = {name: getattr(scaler, name) for name in SCALE if hasattr(scaler, name)}
         return captured
 
     def capture_gradients(self) -> tuple[Gradients, Gradients]:
@@ -108,7 +107,8 @@ class EngineState(SharedState):
         for fragment in fragments:
             if fragment.flat is None:
                 continue
-            kept: State = {MASTER: fragment.piece(fragment.flat)} if fragment.has_master else {}
+            has_master = fragment.flat.dtype != fragment.weights.dtype  # the optimizer updates a copy
+            kept: State = {MASTER: fragment.piece(fragment.flat)} if has_master else {}
             for key, value in state.get(fragment.flat, {}).items():
                 if key in counters and isinstance(value, torch.Tensor) and value.dim() > 0 and not _is_whole_number(value):
                     raise UnsupportedValueError(
@@ -122,16 +122,15 @@ class EngineState(SharedState):
 
     def _groups(self, fragments: list[Fragment]) -> list[State] | State:
         groups = base_optimizer(self._engine.optimizer).param_groups
-        members = _members(self._engine, fragments)
         own = [
             {**{key: value for key, value in group.items() if key not in _own_options(group)}, "params": names}
-            for group, names in zip(groups, members, strict=True)
+            for group, names in zip(groups, _members(self._engine, fragments), strict=True)
         ]
         return optimizers.named_groups(own) if self._engine.has_moe_layers or self._engine.pipeline_parallelism else own
 
     # --- restored ---------------------------------------------------------------------------------------------------------
 
-    def target(self, stored: "LazySnapshot") -> State:
+    def target(self, stored: LazySnapshot) -> State:
         """The state to restore a snapshot into: the engine's own memory, and new tensors for moments that it does not have yet."""
         fragments = self._fragments()
         target = super().target(stored)
@@ -156,7 +155,7 @@ class EngineState(SharedState):
         own = name.removeprefix(MODEL)
         return self.strict or own == name or own in self.names().parameters or own in plain_buffers(self.module, of_model=True)
 
-    def _state_targets(self, fragments: list[Fragment], stored: "LazySnapshot") -> Iterator[tuple[str, State]]:
+    def _state_targets(self, fragments: list[Fragment], stored: LazySnapshot) -> Iterator[tuple[str, State]]:
         """Moments are views of tensors like `Fragment.flat`, which become the optimizer's states when they are filled."""
         own = base_optimizer(self._engine.optimizer).state
         states: dict[str, State] = {fragment.name: {} for fragment in fragments if fragment.flat is not None}
@@ -191,16 +190,13 @@ class EngineState(SharedState):
         has_masters = False
         if "optimizer" in self._parts:
             fragments = self._fragments()
-            self._load_groups(state["optimizer"]["param_groups"], fragments)
+            members = _members(self._engine, fragments)
+            matched = optimizers.match_groups("optimizer", state["optimizer"]["param_groups"], members, self.names().parameters)
+            for group, options in zip(base_optimizer(optimizer).param_groups, matched, strict=True):
+                group.update({key: value for key, value in options.items() if key not in _own_options(group)})
             has_masters = self._load_states(state["optimizer"]["state"], fragments)
             _set_scale(optimizer, state.get("scaler") or {})
         _spread(optimizer, from_masters=has_masters)
-
-    def _load_groups(self, stored: Any, fragments: list[Fragment]) -> None:
-        members = _members(self._engine, fragments)
-        matched = optimizers.match_groups("optimizer", stored, members, self.names().parameters)
-        for group, options in zip(base_optimizer(self._engine.optimizer).param_groups, matched, strict=True):
-            group.update({key: value for key, value in options.items() if key not in _own_options(group)})
 
     def _load_states(self, stored: Mapping[str, State], fragments: list[Fragment]) -> bool:
         """Returns whether there were masters. Each flat tensor gets counters of its own, though several are stored from one."""
@@ -269,11 +265,6 @@ def _members(engine: Any, fragments: list[Fragment]) -> list[list[str]]:
 
 def _scaler_of(optimizer: Any) -> object:
     return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
-
-
-def _scale_of(optimizer: Any) -> State:
-    scaler = _scaler_of(optimizer)
-    return {name: getattr(scaler, name) for name in SCALE if hasattr(scaler, name)}
 
 
 def _set_scale(optimizer: Any, stored: Mapping[str, Any]) -> None:

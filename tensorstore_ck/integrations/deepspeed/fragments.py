@@ -55,11 +55,6 @@ class Fragment:
     """Where in `flat` the elements begin."""
     group: int = 0
 
-    @property
-    def has_master(self) -> bool:
-        """Whether the optimizer updates a copy of another dtype than the model's."""
-        return self.flat is not None and self.flat.dtype != self.weights.dtype
-
     def is_elementwise(self, value: object) -> bool:
         """Whether this value in the optimizer's state has a number for each element that the optimizer updates."""
         return isinstance(value, torch.Tensor) and self.flat is not None and value.shape == self.flat.shape and value.dim() > 0

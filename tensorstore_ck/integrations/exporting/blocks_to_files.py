@@ -60,11 +60,7 @@ class RangesTarget(ByteTarget):
 
 
 def read_or_copy(engine: Engine, info: SnapshotRow, wanted: Sequence[WantedBlock]) -> None:
-    """As `read_blocks`; copies what a `RangesTarget` can verify later.
-
-    Raises:
-        DamageError: a block is missing, or one that was read is not what its id says.
-    """
+    """As `read_blocks`, with its errors; copies what a `RangesTarget` can verify later."""
     is_local = engine.backend.is_local and engine.tier is None  # a block of a staging disk has another copy, which a read finds
     copied, read = list[WantedBlock](), list[WantedBlock]()
     for block in wanted:

@@ -5,15 +5,17 @@ Non-contiguous views are copied from a scratch file. So memory stays bounded for
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from math import prod
-from typing import Final, NamedTuple
+from operator import call
+from typing import Final
 
 import torch
 
 from tensorstore_ck.common.huge_pages import new_pages
 from tensorstore_ck.common.threads import cpu_threads, for_each
-from tensorstore_ck.engine.interfaces import ByteTarget, SnapshotContent, WantedBox
+from tensorstore_ck.engine.interfaces import SnapshotContent, WantedBox
 from tensorstore_ck.engine.read.block_reader import BufferTarget
 from tensorstore_ck.engine.read.snapshot_reader import MergedSnapshot
 from tensorstore_ck.format.block_assignment import row_boxes
@@ -75,8 +77,9 @@ class ByteRouter:
             base = torch.frombuffer(file.mapped(), dtype=torch.uint8)
             for form, target, offset in wanted:
                 source, total = CopySource(view_of(base, form)), size_bytes(form)
-                for start, stop in _windows(total, form.dtype.itemsize):
-                    target.write(offset + start, source.read(start, stop))
+                step = max(WINDOW_BYTES // 4 // form.dtype.itemsize, 1) * form.dtype.itemsize
+                for start in range(0, total, step):
+                    target.write(offset + start, source.read(start, min(start + step, total)))
 
 
 def is_contiguous(form: LeafForm) -> bool:
@@ -97,31 +100,17 @@ def size_bytes(form: LeafForm) -> int:
 
 
 def _write_ranges(content: SnapshotContent, ranges: "dict[int, list[FileRange]]") -> None:
-    spreads = content.layout.spreads
-    whole: dict[int, ByteTarget] = {}
-    shared: dict[int, RangesTarget] = {}
-    for number, wanted in ranges.items():
-        if isinstance(content, MergedSnapshot) or (spreads and spreads[number] is not None):
-            shared[number] = RangesTarget(wanted)
-        else:
-            whole[number] = RangesTarget(wanted)
-    content.read(whole)
+    spreads, is_merged = content.layout.spreads, isinstance(content, MergedSnapshot)
+    targets = {number: RangesTarget(wanted) for number, wanted in ranges.items()}
+    shared = {number: target for number, target in targets.items() if is_merged or (spreads and spreads[number] is not None)}
+    content.read({number: target for number, target in targets.items() if number not in shared})
     if shared:
         _write_windows(content, shared)
 
 
-class _FileWindow(NamedTuple):
-    fan: RangesTarget
-    start: int
-    memory: memoryview
-
-    def write(self) -> None:
-        self.fan.write(self.start, self.memory)
-
-
 def _write_windows(content: SnapshotContent, fans: dict[int, RangesTarget]) -> None:
     memory = memoryview(new_pages(BATCH_BYTES))
-    batch: list[_FileWindow] = []
+    batch: list[Callable[[], None]] = []
     boxes: list[WantedBox] = []
     used = 0
     windows = [(number, *window) for number in fans for window in _element_windows(content.layout.tensors[number])]
@@ -129,11 +118,11 @@ def _write_windows(content: SnapshotContent, fans: dict[int, RangesTarget]) -> N
         spec = content.layout.tensors[number]
         if used + (last - first) * spec.item_bytes > BATCH_BYTES or number < 0:
             content.read_boxes(boxes)
-            for_each(batch, _FileWindow.write, min(cpu_threads(), len(batch)))
+            for_each(batch, call, min(cpu_threads(), len(batch)))
             batch, boxes, used = [], [], 0
         if number < 0:
             return
-        batch.append(_FileWindow(fans[number], first * spec.item_bytes, memory[used : used + (last - first) * spec.item_bytes]))
+        batch.append(partial(fans[number].write, first * spec.item_bytes, memory[used : used + (last - first) * spec.item_bytes]))
         for offsets, sizes in row_boxes(spec.shape, first, last):
             part = prod(sizes) * spec.item_bytes
             boxes.append(WantedBox(number, BoxBounds(offsets, sizes), BufferTarget(memory[used : used + part])))
@@ -148,9 +137,3 @@ def _element_windows(spec: TensorSpec) -> Iterator[tuple[int, int]]:
     step = (1 << rows.bit_length() - 1) * row if rows else WINDOW_BYTES // spec.item_bytes
     for first in range(0, total, step):
         yield first, min(first + step, total)
-
-
-def _windows(total: int, item_bytes: int) -> Iterator[tuple[int, int]]:
-    step = max(WINDOW_BYTES // 4 // item_bytes, 1) * item_bytes
-    for start in range(0, total, step):
-        yield start, min(start + step, total)

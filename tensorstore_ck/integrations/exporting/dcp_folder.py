@@ -48,12 +48,7 @@ Item = tuple[WriteItem, _Tensor | bytes]
 
 
 def write_dcp(job: ExportJob) -> WrittenExport:
-    """Writes the checkpoint into the job's folder.
-
-    Raises:
-        UnsupportedValueError: the state is not a dict, or DCP cannot distinguish two of its names.
-        DamageError: stored data is damaged, or a file does not hold what was written to it.
-    """
+    """Writes the checkpoint into the job's folder. Raises `UnsupportedValueError` if the state is no dict, or two names are one to DCP."""
     content, tree, target = job.content, job.tree, job.target
     if not isinstance(tree, Container) or tree.node[0] not in _DICTS:
         raise UnsupportedValueError(
@@ -61,7 +56,7 @@ def write_dcp(job: ExportJob) -> WrittenExport:
         )
     meta = MetaState(content, tree, _BY_VALUE)
     kept = write_checkpoint(job, meta, meta.state, DefaultSavePlanner())
-    return WrittenExport(len(kept), sum(map(size_bytes, kept)), dict(_dropped(tree)), _notes(tree))
+    return WrittenExport(len(kept), sum(map(size_bytes, kept)), dict(_dropped(tree)), list(_notes(tree)))
 
 
 def write_checkpoint(job: ExportJob, meta: MetaState, state: dict[Any, Any], planner: DefaultSavePlanner) -> list[LeafForm]:
@@ -69,7 +64,6 @@ def write_checkpoint(job: ExportJob, meta: MetaState, state: dict[Any, Any], pla
 
     Raises:
         UnsupportedValueError: DCP cannot distinguish two of its names, or cannot hold a tensor.
-        DamageError: stored data is damaged, or a file does not hold what was written to it.
     """
     content, folder, target = job.content, job.folder, job.target
     require_savable(((tensor, leaf.path) for tensor, leaf in meta.tensors.values()), target.path)
@@ -175,7 +169,7 @@ def _dropped(tree: Tree) -> Iterator[tuple[str, str]]:
             yield f"{container.path}.{ATTRIBUTES}" if container.path else ATTRIBUTES, "an attribute of an OrderedDict, which DCP drops"
 
 
-def _notes(tree: Tree) -> list[str]:
+def _notes(tree: Tree) -> Iterator[str]:
     all_dicts = [container for container in _containers(tree) if container.node[0] in _DICTS]
     numbered = [
         container.path or f"the state ({', '.join(map(key_text, container.keys[:3]))})"
@@ -184,14 +178,12 @@ def _notes(tree: Tree) -> list[str]:
     ]
     dicts = [container.path or "the state" for container in all_dicts if container.node[0] != "d"]
     flagged = [leaf.path for leaf in leaves(tree) if leaf.kind != "value" and leaf.flags]
-    notes = []
     if numbered:
-        notes.append(f"DCP makes all keys strings: those of {listed(numbered)} were not")
+        yield f"DCP makes all keys strings: those of {listed(numbered)} were not"
     if dicts:
-        notes.append(f"DCP makes all mappings plain dicts: {listed(dicts)} was not")
+        yield f"DCP makes all mappings plain dicts: {listed(dicts)} was not"
     if flagged:
-        notes.append(f"DCP gives plain tensors: {listed(flagged)} was a Parameter, or required a gradient")
-    return notes
+        yield f"DCP gives plain tensors: {listed(flagged)} was a Parameter, or required a gradient"
 
 
 def _containers(tree: Tree) -> Iterator[Container]:

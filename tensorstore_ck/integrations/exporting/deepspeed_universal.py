@@ -24,7 +24,7 @@ from tensorstore_ck.integrations.exporting.atomic_target import require_disk_spa
 from tensorstore_ck.integrations.exporting.byte_routing import ByteRouter
 from tensorstore_ck.integrations.exporting.job import ExportJob, WrittenExport
 from tensorstore_ck.integrations.exporting.meta_state import MetaState
-from tensorstore_ck.integrations.exporting.output_file import write_file
+from tensorstore_ck.integrations.exporting.output_file import OutputFile, write_file
 from tensorstore_ck.integrations.exporting.torch_file import TorchOutput
 from tensorstore_ck.integrations.exporting.torch_zip_template import TorchZipTemplate, build_template
 from tensorstore_ck.state.select import listed
@@ -50,12 +50,7 @@ class _Parameter(NamedTuple):
 
 
 def write_universal(job: ExportJob) -> WrittenExport:
-    """Writes the folder into the job's.
-
-    Raises:
-        UnsupportedValueError: the snapshot has no optimizer of DeepSpeed's engine, or one that a universal checkpoint cannot hold.
-        DamageError: stored data is damaged, or a file does not hold what was written to it.
-    """
+    """Writes the folder into the job's. Raises `UnsupportedValueError` if there is no optimizer that a universal checkpoint can hold."""
     meta = MetaState(job.content, job.tree, by_value=frozenset("r"))
     meta.require_one_dtype()
     state = meta.state
@@ -66,7 +61,10 @@ def write_universal(job: ExportJob) -> WrittenExport:
     folder = os.path.join(job.folder, tag)
     os.makedirs(os.path.join(folder, "zero"))
     output = _Output(job, meta, folder)
-    output.require_space(parameters, state["model"])
+    tensors = [*state["model"].values(), *(tensor for parameter in parameters for tensor in parameter.states.values())]
+    tensor_bytes = sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
+    files = sum(len(parameter.states) + 1 for parameter in parameters)
+    require_disk_space(job.folder, tensor_bytes + files * _PER_FILE_BYTES, job.target.path)
     own = own_states(state[OWN], state["ranks"])[0] if OWN in state else job.rank_state()
     common = _model_states(state, groups, counters, own.get(VALUES, {}).get(CLIENT_STATE, {}))
     output.write({"mp_rank_00_model_states.pt": {**common, "module": dict(state["model"])}})
@@ -206,19 +204,10 @@ def _notes(state: Mapping[str, Any], parameters: list[_Parameter]) -> Iterator[s
 
 
 class _Output:
-    """Files of torch.save in a folder."""
-
     def __init__(self, job: ExportJob, meta: MetaState, folder: str) -> None:
         self._job, self._meta, self._folder = job, meta, folder
         self.tensors = 0
         self.tensor_bytes = 0
-
-    def require_space(self, parameters: list[_Parameter], weights: Mapping[str, torch.Tensor]) -> None:
-        """Checks the disk, before anything is written. Raises `NoSpaceError` if it has too little space."""
-        tensors = [*weights.values(), *(tensor for parameter in parameters for tensor in parameter.states.values())]
-        need = sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
-        files = sum(len(parameter.states) + 1 for parameter in parameters)
-        require_disk_space(self._job.folder, need + files * _PER_FILE_BYTES, self._job.target.path)
 
     def write(self, contents: Mapping[str, Any]) -> None:
         """Writes files; path in the folder -> content."""
@@ -230,7 +219,8 @@ class _Output:
                 path = os.path.join(self._folder, name)
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 template: TorchZipTemplate = build_template(content, os.path.join(shown, name))
-                outputs.append(stack.enter_context(TorchOutput(path, os.path.join(shown, name), template)))
+                file = stack.enter_context(OutputFile(path, os.path.join(shown, name), is_summed=True))
+                outputs.append(TorchOutput(file, template))
                 outputs[-1].route(router, self._job.content, self._meta)
                 self.tensors += len(template.gaps)
                 self.tensor_bytes += sum(len(gap.region) for gap in template.gaps)

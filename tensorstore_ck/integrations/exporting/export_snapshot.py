@@ -148,11 +148,10 @@ def export_snapshot(
         rank_state = partial(_first_rank_state, store, snapshot.root)
         job = ExportJob(content, tree, metadata, folder, target=target, max_file_bytes=max_file_bytes, rank_state=rank_state)
         written = write(job)
-        sizes = dict(sorted(_sizes(folder)))
+        files = tuple(sorted(_files(folder)))
         bundle = None if signer is None else signer.sign(folder, os.path.basename(target.path))
     if bundle is not None:
         write_signature(target.path + SUFFIX, bundle)
-    files = tuple(ExportedFile(name, size) for name, size in sizes.items())
     return ExportReport(
         format=format,
         path=target.path,
@@ -174,11 +173,11 @@ def _first_rank_state(store: ReadOnlyStore, root: str) -> Any:
         return {}
 
 
-def _sizes(folder: str) -> Iterator[tuple[str, int]]:
+def _files(folder: str) -> Iterator[ExportedFile]:
     for place, _, names in os.walk(folder):
         for name in names:
             path = os.path.join(place, name)
-            yield os.path.relpath(path, folder), os.stat(path).st_size
+            yield ExportedFile(os.path.relpath(path, folder), os.stat(path).st_size)
 
 
 def _target(path: str | os.PathLike[str], format: str, max_file_bytes: int) -> AtomicTarget:  # noqa: A002
@@ -187,8 +186,7 @@ def _target(path: str | os.PathLike[str], format: str, max_file_bytes: int) -> A
     if max_file_bytes < 1:
         raise InvalidOptionError(f"max_file_bytes must be at least 1, not {max_file_bytes}", object_id="max_file_bytes")
     suffixes = {"safetensors": safetensors_files.SUFFIXES, "torch": torch_file.SUFFIXES}.get(format, ())
-    target = target_of(path, suffixes)
-    return target._replace(others={"hf": USUAL_FILE, "megatron": _MEGATRON_FILE}.get(format))
+    return target_of(path, suffixes)._replace(others={"hf": USUAL_FILE, "megatron": _MEGATRON_FILE}.get(format))
 
 
 def _plan(  # noqa: PLR0917 - of `export_snapshot`

@@ -61,8 +61,6 @@ _TORCH_NAMES: Final = {name: torch_name for torch_name, name in TORCH_DTYPES.ite
 
 
 class _Plan(NamedTuple):
-    """What of a snapshot goes into the folder."""
-
     tree: Tree
     globs: Sequence[str] | None
     prefix: str

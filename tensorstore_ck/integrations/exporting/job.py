@@ -1,4 +1,7 @@
-"""The input and the result of a format's writer."""
+"""The input and the result of a format's writer.
+
+A writer raises `DamageError` if stored data is damaged, or a file does not hold what was written to it.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import warnings
-from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -34,7 +33,6 @@ def write_megatron(job: ExportJob) -> WrittenExport:
     Raises:
         UnsupportedValueError: the state is not one of Megatron.
         MissingExtraError: it has values of Megatron's types, and Megatron is not installed.
-        DamageError: stored data is damaged, or a file does not hold what was written to it.
     """
     entries = _entries(job)
     tensors = {key: child for key, child in entries.items() if isinstance(child, Leaf) and child.kind != "value"}
@@ -47,7 +45,11 @@ def write_megatron(job: ExportJob) -> WrittenExport:
             object_id=wrong[0],
         )
     if any(map(_has_types, values.values())):
-        _register_types()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Megatron warns of packages that are not installed
+            from tensorstore_ck.integrations.megatron.safe_types import register_safe_types  # noqa: PLC0415 - an extra
+
+            register_safe_types()
     built = {key: _value(job, child) for key, child in values.items()}
     meta = MetaState(
         job.content,
@@ -64,14 +66,6 @@ def write_megatron(job: ExportJob) -> WrittenExport:
     return WrittenExport(len(forms), sum(map(size_bytes, forms)), {}, notes)
 
 
-def _register_types() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron warns of packages that are not installed
-        from tensorstore_ck.integrations.megatron.safe_types import register_safe_types  # noqa: PLC0415 - an extra
-
-        register_safe_types()
-
-
 def _entries(job: ExportJob) -> dict[str, Tree]:
     tree = job.tree
     if not isinstance(tree, Container) or tree.node[0] != "d" or any(type(key) is not str for key in tree.keys):
@@ -83,11 +77,10 @@ def _entries(job: ExportJob) -> dict[str, Tree]:
 
 
 def _has_types(tree: Tree) -> bool:
-    return isinstance(tree, Container) and (tree.node[0] == "r" or any(map(_has_types, _children(tree))))
-
-
-def _children(tree: Container) -> Sequence[Tree]:
-    return tree.children if tree.attributes is None else [*tree.children, tree.attributes]
+    if not isinstance(tree, Container):
+        return False
+    attributes = () if tree.attributes is None else (tree.attributes,)
+    return tree.node[0] == "r" or any(map(_has_types, (*tree.children, *attributes)))
 
 
 def _value(job: ExportJob, tree: Tree) -> Any:

@@ -35,21 +35,14 @@ class MetaState:
     """A state, and the stored tensor for each address."""
 
     def __init__(self, content: SnapshotContent, tree: Tree, by_value: frozenset[str]) -> None:
-        """`by_value`: tags of containers whose tensors are all read.
-
-        Raises:
-            UnsupportedValueError: it contains a type that cannot be created here.
-        """
+        """`by_value`: tags of containers whose tensors are all read. Raises `UnsupportedValueError` for types that cannot be made here."""
         require_buildable(tree, content)
         layout, cpu = content.layout, torch.device("cpu")
-        real, unread = set[int](), list[Leaf]()
-        read: list[Leaf] = []
+        read, unread = list[Leaf](), list[Leaf]()
         for leaf, inside in _leaves(tree, by_value, inside=False):
-            if inside or isinstance(form_of(layout, leaf).dtype, np.dtype):
-                real.add(id(leaf))
-                read.append(leaf)
-            else:
-                unread.append(leaf)
+            is_read = inside or isinstance(form_of(layout, leaf).dtype, np.dtype)
+            (read if is_read else unread).append(leaf)
+        real = {id(leaf) for leaf in read}
         filled = TensorAllocator(layout, [(leaf, None) for leaf in read], cpu)
         content.read(filled.targets)
         try:
@@ -88,11 +81,7 @@ class MetaState:
         return stored
 
     def require_one_dtype(self) -> None:
-        """Rejects tensors that share memory with different dtypes, which torch cannot save.
-
-        Raises:
-            UnsupportedValueError: it names two of them.
-        """
+        """Raises `UnsupportedValueError` if tensors share memory with different dtypes, which torch cannot save; it names two of them."""
         seen: dict[int, tuple[torch.dtype, str]] = {}
         for tensor, leaf in self.tensors.values():
             address = tensor.untyped_storage().data_ptr()

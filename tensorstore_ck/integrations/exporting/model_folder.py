@@ -6,7 +6,7 @@ adapter of peft: only the adapter's weights, under peft's names.
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any, Final, NamedTuple, TypeGuard
+from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.backend.os_errors import os_errors
 from tensorstore_ck.common.extras import missing_extra
@@ -80,11 +80,7 @@ def without_model_files(tree: Tree) -> Tree:
 
 
 def weights_globs(tree: Tree) -> list[str] | None:
-    """The selection if the user gives none: the dict that trainers put weights into. None: everything.
-
-    Raises:
-        MismatchError: several dicts may be that.
-    """
+    """The selection if the user gives none: the dict with the weights; None: everything. Raises `MismatchError` if several may be that."""
     if not isinstance(tree, Container):
         return None
     parts = [(str(key), child) for key, child in zip(tree.keys, tree.children, strict=False) if isinstance(child, Container)]
@@ -130,7 +126,6 @@ def write_model_folder(job: ExportJob, model: ModelFiles) -> WrittenExport:
     Raises:
         MismatchError: they do not, or a weight is missing or too many.
         UnsupportedValueError: see `write_safetensors`.
-        DamageError: see `write_safetensors`.
     """
     if model.is_adapter:
         job = job._replace(stem=ADAPTER_STEM, max_file_bytes=1 << 62)  # peft reads one file
@@ -147,14 +142,12 @@ def _stored(content: SnapshotContent, tree: Tree) -> Iterator[tuple[str, bytes]]
             raise UnsupportedValueError(
                 f"{MODEL_FILES} has {name!r}, which is no name of a file of a model: export as safetensors", object_id=name
             )
-        data = decode(content.values[leaf.index], decode_other=decode_torch, blob=content.blob, name=name) if _is_value(leaf) else None
+        data = None
+        if isinstance(leaf, Leaf) and leaf.kind == "value":
+            data = decode(content.values[leaf.index], decode_other=decode_torch, blob=content.blob, name=name)
         if not isinstance(data, bytes | str):
             raise UnsupportedValueError(f"{MODEL_FILES} has {name!r}, neither bytes nor text: save the file's bytes", object_id=name)
         yield name, data if isinstance(data, bytes) else data.encode()
-
-
-def _is_value(tree: Tree) -> TypeGuard[Leaf]:
-    return isinstance(tree, Leaf) and tree.kind == "value"
 
 
 def _of_folder(folder: str) -> dict[str, bytes]:

@@ -10,6 +10,7 @@ import threading
 import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Final, NamedTuple, Self
 
 from blake3 import blake3
@@ -38,7 +39,7 @@ class Piece(NamedTuple):
 
 
 class OutputFile:
-    """A new file. A context manager; `write` is thread-safe."""
+    """A new file. A context manager; `write` is thread-safe. What reads back raises `CorruptObjectError` if the file differs."""
 
     def __init__(self, path: str, shown: str, *, is_summed: bool = False) -> None:
         """`shown`: its name in messages, since `path` is temporary. `is_summed`: `read_back` returns CRC-32s; otherwise zeros."""
@@ -90,11 +91,7 @@ class OutputFile:
         start_write_back(self._fd, piece.offset, piece.size)
 
     def compare(self, piece: Piece) -> None:
-        """As `expect`, and reads the piece back while most of it is in the core's cache.
-
-        Raises:
-            CorruptObjectError: the file differs.
-        """
+        """As `expect`, and reads the piece back while most of it is in the core's cache."""
         self.expect(piece)
         self._compared[piece.offset] = self._check(piece, is_summed=self._is_summed)
 
@@ -109,11 +106,7 @@ class OutputFile:
             return mmap.mmap(self._fd, 0, access=mmap.ACCESS_COPY)
 
     def read_back(self, regions: Sequence[range]) -> list[int]:
-        """Compares what was not compared yet of these regions of whole writes with the hashes of the writes; returns their CRC-32s.
-
-        Raises:
-            CorruptObjectError: the file differs, or a region was not completely written.
-        """
+        """Compares what was not compared yet of these regions of whole writes with the hashes of the writes; returns their CRC-32s."""
         pieces = self._sorted_pieces()
         checksums = [0] * len(regions)
 
@@ -124,11 +117,7 @@ class OutputFile:
         return checksums
 
     def finish(self, size: int, checked: Sequence[range] = ()) -> None:
-        """Makes the file durable, and meanwhile reads back everything outside of the regions `checked`.
-
-        Raises:
-            CorruptObjectError: see `read_back`; or the file does not have `size` bytes.
-        """
+        """Makes the file, of `size` bytes, durable, and meanwhile reads back everything outside of the regions `checked`."""
         pieces = self._sorted_pieces()
         bounds = sorted((region.start, region.stop) for region in checked if region)
         gaps, at = [], 0
@@ -156,7 +145,7 @@ class OutputFile:
     def _compare(self, region: range, pieces: Sequence[Piece], *, is_summed: bool = False) -> int:
         """Compares a region; returns its CRC-32 if requested."""
         crc, at = 0, region.start
-        for number in range(bisect_left(pieces, region.start, key=_offset), len(pieces)):
+        for number in range(bisect_left(pieces, region.start, key=attrgetter("offset")), len(pieces)):
             piece = pieces[number]
             if piece.offset >= region.stop:
                 break
@@ -202,14 +191,10 @@ class OutputFile:
         )
 
 
-def _offset(piece: Piece) -> int:
-    return piece.offset
-
-
 def _cut(gap: range, pieces: Sequence[Piece]) -> list[range]:
     """Regions of about `REGION_BYTES`, cut between pieces."""
     cuts, start = [], gap.start
-    for number in range(bisect_left(pieces, gap.start, key=_offset), bisect_left(pieces, gap.stop, key=_offset)):
+    for number in range(bisect_left(pieces, gap.start, key=attrgetter("offset")), bisect_left(pieces, gap.stop, key=attrgetter("offset"))):
         stop = pieces[number].offset + pieces[number].size
         if stop - start >= REGION_BYTES:
             cuts.append(range(start, stop))

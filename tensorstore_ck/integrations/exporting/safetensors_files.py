@@ -40,12 +40,7 @@ class _Entry(NamedTuple):
 
 
 def write_safetensors(job: ExportJob) -> WrittenExport:
-    """Writes the files into the job's folder.
-
-    Raises:
-        UnsupportedValueError: safetensors lacks a dtype, or reserves a name; nothing was written.
-        DamageError: stored data is damaged, or a file does not hold what was written to it.
-    """
+    """Writes the files into the job's folder. Raises `UnsupportedValueError` first if safetensors lacks a dtype, or reserves a name."""
     content, folder, target = job.content, job.folder, job.target
     entries = _entries(content, job.tree)
     values = {leaf.path: leaf for leaf in leaves(job.tree) if leaf.kind == "value" and leaf.index >= 0}

@@ -52,8 +52,7 @@ def without_prefix(tree: Tree, prefix: str) -> Tree:
                 f"two names become {text!r} without the prefix {prefix!r}: exclude one of them with --exclude (exclude=)", object_id=text
             )
         seen[text] = None
-    parents = {id(entry.parent): entry.parent for entry in entries}
-    (first, *others) = parents.values()
+    (first, *others) = {id(entry.parent): entry.parent for entry in entries}.values()
     is_whole = not others and list(first.keys) == [entry.key for entry in entries]  # else its attributes are of other names
     node, attributes = (first.node, first.attributes) if is_whole else (["d", [], []], None)
     for leaf in leaves(tree):

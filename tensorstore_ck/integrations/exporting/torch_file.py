@@ -2,7 +2,7 @@
 
 import os
 import pickle
-from typing import Final, Self
+from typing import Final, NamedTuple
 
 import torch
 
@@ -24,12 +24,7 @@ NAME: Final = "model.pt"
 
 
 def write_torch(job: ExportJob) -> WrittenExport:
-    """Writes the file into the job's folder.
-
-    Raises:
-        UnsupportedValueError: torch cannot save the state.
-        DamageError: stored data is damaged, or the file does not hold what was written to it.
-    """
+    """Writes the file into the job's folder. Raises `UnsupportedValueError` if torch cannot save the state."""
     content, tree, folder, target = job.content, job.tree, job.folder, job.target
     meta = MetaState(content, tree, by_value=frozenset("r"))  # a registered type may read its tensors
     meta.require_one_dtype()
@@ -37,8 +32,8 @@ def write_torch(job: ExportJob) -> WrittenExport:
     template = build_template(meta.state, target.path)
     require_disk_space(folder, template.size_bytes, target.path)
     path = os.path.join(folder, os.path.basename(target.path) if target.is_file else NAME)
-    with TorchOutput(path, target.path, template) as output:
-        router = ByteRouter(content)
+    with OutputFile(path, target.path, is_summed=True) as file:
+        output, router = TorchOutput(file, template), ByteRouter(content)
         output.route(router, content, meta)
         router.run(os.path.join(folder, "scratch"))
         output.finish()
@@ -47,23 +42,17 @@ def write_torch(job: ExportJob) -> WrittenExport:
     return WrittenExport(len(kept), sum(len(gap.region) for gap in template.gaps), {}, notes)
 
 
-class TorchOutput:
-    """One file of `torch.save` whose tensors a `ByteRouter` writes. A context manager."""
+class TorchOutput(NamedTuple):
+    """One file of `torch.save` whose tensors a `ByteRouter` writes."""
 
-    def __init__(self, path: str, shown: str, template: TorchZipTemplate) -> None:
-        """`shown`: its name in messages, since `path` is temporary."""
-        self._file, self._template = OutputFile(path, shown, is_summed=True), template
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.__exit__()
+    file: OutputFile
+    """Which is summed."""
+    template: TorchZipTemplate
 
     def route(self, router: ByteRouter, content: SnapshotContent, meta: MetaState) -> None:
         """Adds the stored tensors to the router, and writes the others."""
-        file = self._file
-        for gap in self._template.gaps:
+        file = self.file
+        for gap in self.template.gaps:
             stored = meta.stored_in(gap.storage)
             if not stored:  # it has its bytes
                 file.write(gap.offset, torch.tensor([], dtype=torch.uint8).set_(gap.storage).numpy().data)
@@ -76,15 +65,11 @@ class TorchOutput:
                     end = offset + content.layout.tensors[number].size_bytes
 
     def finish(self) -> None:
-        """Reads the tensors back, adds their checksums, and makes the file durable.
-
-        Raises:
-            CorruptObjectError: the file does not hold what was written to it.
-        """
-        regions = [gap.region for gap in self._template.gaps]
-        for offset, data in self._template.sealed(self._file.read_back(regions)):
-            self._file.write(offset, data)
-        self._file.finish(self._template.size_bytes, regions)
+        """Reads the tensors back, adds their checksums, and makes the file durable: see `OutputFile`."""
+        regions = [gap.region for gap in self.template.gaps]
+        for offset, data in self.template.sealed(self.file.read_back(regions)):
+            self.file.write(offset, data)
+        self.file.finish(self.template.size_bytes, regions)
 
 
 def _reopened(path: str, state: object, shown: str) -> list[str]:

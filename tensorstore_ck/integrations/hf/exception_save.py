@@ -8,20 +8,15 @@ from typing import Any
 import torch.distributed as dist
 
 from tensorstore_ck.errors import StoreError
-from tensorstore_ck.integrations.trainer.attach import all_ranks
+from tensorstore_ck.integrations.trainer.attach import NativeNames, all_ranks
 
 
-class ExceptionSaveMixin:
+class ExceptionSaveMixin(NativeNames):
     """Part of `SnapshotMixin`, which saves."""
 
     _saves_on_exception = True
     _is_between_steps = False
     _saved_step: int | None = None
-
-    @property
-    def _native(self) -> Any:
-        """This object, with the private names of transformers' Trainer."""
-        return self
 
     @property
     def _group(self) -> "dist.ProcessGroup | None":

@@ -9,8 +9,9 @@ import os
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+import torch.distributed as dist
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
 
@@ -24,9 +25,6 @@ from tensorstore_ck.session.restoring import Restoring
 from tensorstore_ck.store import Store
 from tensorstore_ck.training.resume_search import ResumeSearch
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 AUTO: Final = "auto"
 """The newest snapshot if there is one."""
 ARGUMENT: Final = f'resume_from_checkpoint="{AUTO}"'
@@ -38,7 +36,7 @@ class NoCheckpointError(NotFoundError, ValueError):
     __str__ = Exception.__str__
 
 
-def begin_search(store: Store, given: str | bool | None, ref: str, group: "ProcessGroup | None") -> ResumeSearch | None:
+def begin_search(store: Store, given: str | bool | None, ref: str, group: "dist.ProcessGroup | None") -> ResumeSearch | None:
     """For the snapshot to resume from; None: transformers starts from the beginning, or resumes from a folder of its own."""
     if given is None or given is False:
         require_own_ref(store, ref, ARGUMENT)
@@ -75,12 +73,11 @@ def native_folder(given: str | bool | None, output_dir: str, ref: str) -> str | 
 
 
 _FOLDER: Final = "imported-checkpoint"
-_WEIGHTS: Final = ("model", "adapter_model")
 _TORCH_FILES: Final = {"optimizer": ".pt", "scheduler": ".pt", "scaler": ".pt", "rng_state": ".pth"}
 """The start of a part's name -> the suffix of its file."""
 
 
-def write_imported(store: Store, address: str, output_dir: str, group: "ProcessGroup | None", *, writes: bool) -> Path | None:
+def write_imported(store: Store, address: str, output_dir: str, group: "dist.ProcessGroup | None", *, writes: bool) -> Path | None:
     """Writes the folder, in `output_dir`, if the snapshot is imported. All ranks call it; `writes`: this one is the first of its host.
 
     Raises:
@@ -108,7 +105,7 @@ def _write(store: Store, folder: Path, restoring: Restoring, *, writes: bool) ->
     folder.mkdir(parents=True)
     root = restoring.info.root.hex()
     parts = dict.fromkeys(name.partition(".")[0] for name in [*stored.names(), *values])
-    weights = [part for part in _WEIGHTS if part in parts]
+    weights = [part for part in ("model", "adapter_model") if part in parts]
     if not weights:
         raise MismatchError(
             f"{root[:12]} was imported from a folder without a model.safetensors, as FSDP and DeepSpeed write it ({', '.join(parts)}): "

@@ -8,7 +8,7 @@ import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,6 @@ from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.integrations.exporting.try_model_folder import quiet_transformers
 from tensorstore_ck.integrations.model_file_names import ADAPTER_NAMES, MAX_FILE_BYTES, MODEL_FILES, is_model_file
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
@@ -68,7 +65,7 @@ def _save_model(model: Any, folder: Path) -> Mapping[str, str] | None:
     return None
 
 
-def capture(trainer: Any, group: "ProcessGroup | None") -> dict[str, Any]:
+def capture(trainer: Any, group: "dist.ProcessGroup | None") -> dict[str, Any]:
     """The files for the snapshots of a Trainer, for `TrainingState`'s ``extra``. Rank 0 makes them, and sends them to the others."""
     sent = [_of_trainer(trainer) if group is None or group.rank() == 0 else {}]
     if group is not None:

@@ -31,6 +31,7 @@ from tensorstore_ck.integrations.trainer.attach import attach as mix_in
 from tensorstore_ck.integrations.trainer.attach import opened
 from tensorstore_ck.integrations.trainer.pointers import NamedSaves, SnapshotPointer, is_there, read_pointer, write_pointer
 from tensorstore_ck.integrations.trainer.saves import new_checkpointer, published_or_newest
+from tensorstore_ck.integrations.trainer_names import TRAINER_STATE
 from tensorstore_ck.log.field_checks import validate_ref_name
 from tensorstore_ck.store import Store
 from tensorstore_ck.training import TrainingState
@@ -170,9 +171,9 @@ class SnapshotMixin(ExceptionSaveMixin):
         folder = Path(str(given)) if is_given else self._folder(snapshot.step)
         if args.local_process_index == 0 and not (is_given and (folder / TRAINER_STATE_NAME).exists()):
             write_pointer(folder, SnapshotPointer(self._store.url, snapshot.root))
-            replace_file(folder / TRAINER_STATE_NAME, values[trainer_values.STATE].encode())
+            replace_file(folder / TRAINER_STATE_NAME, values[TRAINER_STATE].encode())
         if args.local_process_index == 0:
-            self._name_best(parse_json(values[trainer_values.STATE]).get("best_global_step"), snapshot.ref)
+            self._name_best(parse_json(values[TRAINER_STATE]).get("best_global_step"), snapshot.ref)
         if self._group is not None:
             dist.barrier(self._group)
         return str(folder)
@@ -238,8 +239,7 @@ class SnapshotMixin(ExceptionSaveMixin):
             super()._run_epoch(*args, **options)
 
     def _load_best_model(self) -> None:
-        native = self._native
-        pointer, self._is_between_steps = read_pointer(native.state.best_model_checkpoint), False
+        pointer, self._is_between_steps = read_pointer(self._native.state.best_model_checkpoint), False
         if pointer is None:
             super()._load_best_model()  # type: ignore[misc]
             return
@@ -282,7 +282,7 @@ class SnapshotMixin(ExceptionSaveMixin):
         if native.args.should_save:
             # The pointer first: a kill before the second file must not leave what looks like a folder of transformers
             self._named.name(saved, [folder], self._store.url, self._ref_of(trial), run=self._checkpointer.run)
-            replace_file(folder / TRAINER_STATE_NAME, self._values[trainer_values.STATE].encode())
+            replace_file(folder / TRAINER_STATE_NAME, self._values[TRAINER_STATE].encode())
         if native.args.push_to_hub:
             native.save_model(str(folder), _internal_call=True)
             native._push_from_checkpoint(str(folder))

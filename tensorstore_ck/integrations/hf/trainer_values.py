@@ -5,8 +5,9 @@ transformers does not save the losses since the last log: the first loss that it
 
 import dataclasses
 import json
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any
 
+import torch.distributed as dist
 from transformers import Trainer as NativeTrainer
 from transformers import TrainerState
 from transformers.trainer_callback import ExportableState
@@ -16,17 +17,12 @@ from tensorstore_ck.integrations.trainer_names import TRAINER_LOGGED, TRAINER_LO
 from tensorstore_ck.store import Store
 from tensorstore_ck.training.rank_group import ask_first_rank
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-STATE: Final = TRAINER_STATE
-
 
 def capture(trainer: NativeTrainer) -> dict[str, Any]:
     """The values of this rank, which differ by rank: only some ranks are the first of their host, and each measures its own time."""
     native: Any = trainer
     return {
-        STATE: json.dumps(dataclasses.asdict(trainer.state), indent=2, sort_keys=True) + "\n",  # as TrainerState.save_to_json
+        TRAINER_STATE: json.dumps(dataclasses.asdict(trainer.state), indent=2, sort_keys=True) + "\n",  # as TrainerState.save_to_json
         TRAINER_LOSS: native._tr_loss,
         TRAINER_LOGGED: native._globalstep_last_logged,
     }
@@ -44,7 +40,7 @@ def restore(trainer: NativeTrainer, values: dict[str, Any]) -> None:
 
 def target() -> dict[str, Any]:
     """A dict with the keys that `capture` returned, to restore them into."""
-    return dict.fromkeys((STATE, TRAINER_LOSS, TRAINER_LOGGED))
+    return dict.fromkeys((TRAINER_STATE, TRAINER_LOSS, TRAINER_LOGGED))
 
 
 def note_callbacks(trainer: NativeTrainer) -> None:
@@ -59,7 +55,7 @@ def note_callbacks(trainer: NativeTrainer) -> None:
                 trainer.state.stateful_callbacks[name] = state
 
 
-def step_metrics(state: TrainerState, store: Store, group: "ProcessGroup | None") -> dict[str, float]:
+def step_metrics(state: TrainerState, store: Store, group: "dist.ProcessGroup | None") -> dict[str, float]:
     """The numbers that the first rank logged at the present step, on all ranks: each rank measures the time of an evaluation."""
     logged: dict[str, float] = {}
     for entry in state.log_history:

@@ -7,9 +7,10 @@ parameters of quantized or sharded models stay in the snapshots.
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from blake3 import blake3
 from torch import nn
 from transformers import Trainer as NativeTrainer
@@ -22,10 +23,6 @@ from tensorstore_ck.session.restoring import Restoring
 from tensorstore_ck.store import Store
 from tensorstore_ck.training import TrainingState, model_state
 from tensorstore_ck.training.parameter_names import MODEL, ParameterNames
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 NOTE: Final = "base_model"
 """The key of the reference in a snapshot's metadata."""
@@ -188,7 +185,7 @@ def takes_by_name(trainer: NativeTrainer) -> bool:
     return type(native.model).load_state_dict is nn.Module.load_state_dict or native.is_fsdp_enabled
 
 
-def restore(trainer: NativeTrainer, store: Store, address: str, group: "ProcessGroup | None", *, base: AdapterBase) -> None:
+def restore(trainer: NativeTrainer, store: Store, address: str, group: "dist.ProcessGroup | None", *, base: AdapterBase) -> None:
     """Restores the weights in place, or through the model's own `load_state_dict`; `base`: of the model, to which a snapshot may refer.
 
     Raises:

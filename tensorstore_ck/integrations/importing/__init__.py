@@ -32,6 +32,8 @@ compare_snapshot.py       whether a snapshot equals a checkpoint
 malformed.py              the error for malformed bytes
 
 Foreign files are untrusted. Nothing in them is run or imported, every size is checked before use, and anything unknown is rejected by name.
+A format's reader raises `CorruptObjectError` for what is damaged, incomplete or inconsistent, and `UnsupportedValueError` for what is of a
+kind that is not imported.
 """
 
 from tensorstore_ck.integrations.importing.detect_history import SeveralStepsError

@@ -1,7 +1,5 @@
 """Whether a snapshot has exactly the content of a checkpoint; hashes the checkpoint, and reads no block of the snapshot."""
 
-from collections.abc import Iterator
-from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -22,11 +20,7 @@ _RUN_BLOCKS: Final = 64
 
 
 def is_in_snapshot(store: ReadOnlyStore, captured: CapturedState, info: SnapshotRow) -> bool:
-    """Whether a save of `captured` would store the snapshot's tensors, values and structure.
-
-    Raises:
-        CorruptObjectError: the snapshot's record, or the source of `captured`, is damaged.
-    """
+    """Whether a save of `captured` would store the snapshot's tensors, values and structure. Raises `CorruptObjectError` for damage."""
     return read_record(store, info).part_ids == _part_id(captured, config_of(store).block_bytes)
 
 
@@ -53,12 +47,13 @@ def _part_id(captured: CapturedState, block_bytes: int) -> Digest:
             start += length
     hashes = [ZERO_DIGEST] * len(blocks)
 
-    def hash_run(rows: list[int]) -> None:
+    def hash_run(rows: range) -> None:
         for row in rows:
             tensor, start, stop = blocks[row]
             hashes[row] = block_id(captured.sources[tensor].read(start, stop))
 
-    for_each(_runs(len(blocks)), hash_run, cpu_threads())
+    runs = (range(first, min(first + _RUN_BLOCKS, len(blocks))) for first in range(0, len(blocks), _RUN_BLOCKS))
+    for_each(runs, hash_run, cpu_threads())
     part = Part(
         layout_id=layout_id(layout),
         rank=author.rank,
@@ -75,9 +70,3 @@ def _part_id(captured: CapturedState, block_bytes: int) -> Digest:
         regions=encode_regions(captured.explicit),
     )
     return part.part_id()
-
-
-def _runs(count: int) -> Iterator[list[int]]:
-    rows = iter(range(count))
-    while run := list(islice(rows, _RUN_BLOCKS)):
-        yield run

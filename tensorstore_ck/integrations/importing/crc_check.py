@@ -41,11 +41,7 @@ class ExpectedCrc(NamedTuple):
 
 
 def with_crc_check(captured: CapturedState, expected: Sequence[ExpectedCrc]) -> CapturedState:
-    """`captured`, with sources that check sums as they are read. Reads bytes that a save will not read in whole now.
-
-    Raises:
-        CorruptObjectError: a sum differs.
-    """
+    """`captured`, with sources that check sums as they read, or raise `CorruptObjectError`; checks now what no save will read in whole."""
     regions = set(_regions(captured))
     for_each((span for span in expected if (span.address, span.size) not in regions), _read, cpu_threads())
     sums = _Sums([span for span in expected if (span.address, span.size) in regions])

@@ -6,6 +6,7 @@ file inside a file, which stays mapped. Other values are torch files, too. The t
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any, Final, NamedTuple, NoReturn
@@ -26,7 +27,6 @@ from tensorstore_ck.state.boxes import Box, Boxes, coverage_error
 from tensorstore_ck.state.rank_shares import LocalPiece
 
 METADATA: Final = ".metadata"
-KIND: Final = "DCP checkpoint"
 _CLASSES: Final = {
     "checkpoint.metadata": (
         *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
@@ -49,16 +49,14 @@ MAX_PADDING: Final = 10_000_000
 """The most padding of all lists together: a path in the metadata can have any position."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class _Fields:
     """An object of a DCP class: the name of its class, and its fields in the pickle."""
 
-    __slots__ = ("items", "kind", "named")
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.named: dict[Any, Any] = {}
-        self.items: tuple[Any, ...] = ()
-        """The fields of the one class that pickles them without names."""
+    kind: str
+    named: dict[Any, Any] = field(default_factory=dict)
+    items: tuple[Any, ...] = ()
+    """The fields of the one class that pickles them without names."""
 
     def build(self, state: Any) -> None:
         if type(state) is dict:
@@ -95,12 +93,7 @@ class DcpContent(NamedTuple):
 
 
 def load_dcp(files: Files, folder: Folder, known: PickleAllowlist) -> DcpContent:
-    """The state in a folder with a ``.metadata``.
-
-    Raises:
-        CorruptObjectError: it is damaged, incomplete or inconsistent.
-        UnsupportedValueError: it was written in an unsupported way.
-    """
+    """The state in a folder with a ``.metadata``."""
     return _Reader(files, folder, known).read()
 
 
@@ -125,7 +118,7 @@ class _Reader:
 
     def read(self) -> DcpContent:
         path = self._folder.join(METADATA)
-        with naming_file(path, KIND):
+        with naming_file(path, "DCP checkpoint"):
             metadata = self._metadata(path)
             entries = metadata.get("state_dict_metadata", dict)
             paths = metadata.named.get("planner_data")
@@ -214,9 +207,9 @@ class _Reader:
         if chunk.size > left:
             raise MalformedError(f"its items in {file.path} overlap")
         self._left[file.path] = left - chunk.size
-        loaded = load_torch_file(self._files, file=file, known=self._known, start=chunk.start, size=chunk.size)
-        self._unknown.update(dict.fromkeys(loaded.unknown, file.path))
-        return loaded.value
+        value, unknown = load_torch_file(self._files, file=file, known=self._known, start=chunk.start, size=chunk.size)
+        self._unknown.update(unknown)
+        return value
 
     @staticmethod
     def _unsupported(path: str, what: str) -> NoReturn:

@@ -6,7 +6,7 @@ torch's own reader, where its last piece ends, and nothing shows that the files 
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from tensorstore_ck.format.layout import MAX_TENSOR_BYTES
@@ -24,18 +24,13 @@ from tensorstore_ck.state.select import listed
 KIND: Final = "folder of HuggingFaceStorageWriter"
 OFFSETS: Final = "DCP_SHARDING_INFO"
 """The key of the offsets in a file's metadata."""
-_SUFFIX: Final = ".safetensors"
 _OF_A_RANK: Final = re.compile(r"shard-(\d{5})-")
 
 
 def load_sharded(files: Files, folder: Folder, names: Sequence[str], known: PickleAllowlist) -> FoundState | None:
-    """The state in a folder of these names; None if its safetensors files are of another kind.
-
-    Raises:
-        CorruptObjectError: a file is damaged, or its pieces do not cover a tensor exactly once.
-    """
+    """The state in a folder of these names; None if its safetensors files are of another kind."""
     parts: dict[str, SafetensorsContent] = {}
-    for name in (name for name in names if name.endswith(_SUFFIX) and folder.has(name)):
+    for name in (name for name in names if name.endswith(".safetensors") and folder.has(name)):
         file = files.map(folder.join(name))
         if not is_safetensors(file):
             return None
@@ -49,7 +44,9 @@ def load_sharded(files: Files, folder: Folder, names: Sequence[str], known: Pick
         known.parsed_bytes += part.header_bytes
         with naming_file(folder.join(name), "file of HuggingFaceStorageWriter"):
             _add_pieces(part, pieces)
-    missing = (*missing_files(parts), *_missing_ranks(parts))
+    ranks = {int(match[1]) for name in parts if (match := _OF_A_RANK.match(name))}
+    absent = [f"shard-{number:05}-*" for number in range(1, max(ranks, default=0)) if number not in ranks]
+    missing = (*missing_files(parts), *absent)
     with naming_file(folder.path, KIND):
         try:
             state = {name: _tensor(name, of_tensor) for name, of_tensor in sorted(pieces.items())}
@@ -57,11 +54,6 @@ def load_sharded(files: Files, folder: Folder, names: Sequence[str], known: Pick
             raise MalformedError(f"{exc} (it lacks {listed(missing)})" if missing else str(exc)) from exc
     skipped = tuple((name, "not a file of a rank") for name in names if name not in parts)
     return FoundState(KIND, state, {}, {}, skipped=skipped, files=tuple(parts), missing=missing)
-
-
-def _missing_ranks(names: Iterable[str]) -> list[str]:
-    numbers = {int(match[1]) for name in names if (match := _OF_A_RANK.match(name))}
-    return [f"shard-{number:05}-*" for number in range(1, max(numbers, default=0)) if number not in numbers]
 
 
 def _add_pieces(part: SafetensorsContent, pieces: defaultdict[str, list[LocalPiece]]) -> None:

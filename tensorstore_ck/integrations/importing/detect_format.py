@@ -46,8 +46,7 @@ def find_state(files: Files, path: str, known: PickleAllowlist, *, as_one: bool 
         return FoundState(format=name, state=content.state, metadata=content.metadata, unknown={}, step=content.step)
     if os.path.basename(path) == dcp_folder.METADATA:
         path = os.path.dirname(path) or "."
-    is_folder = os.path.isdir(path)
-    if is_folder:
+    if os.path.isdir(path):
         return _with_lightning(_in_folder(files, Folder(path), known, as_one=as_one))
     state = _in_file(files, files.map(path), known)
     others = ("the files of the other ranks",) if dcp_safetensors.OFFSETS in state.metadata else missing_files([os.path.basename(path)])
@@ -62,8 +61,8 @@ def _in_file(files: Files, file: MappedFile, known: PickleAllowlist) -> FoundSta
         known.parsed_bytes += content.header_bytes
         return FoundState("safetensors file", content.tensors, content.metadata, {})
     if is_torch_file(file):
-        loaded = load_torch_file(files, file, known)
-        return FoundState("torch file", loaded.value, {}, dict.fromkeys(loaded.unknown, file.path))
+        value, unknown = load_torch_file(files, file, known)
+        return FoundState("torch file", value, {}, unknown)
     if sharded_index.is_index(file):
         return sharded_index.load_indexed(files, Folder(os.path.dirname(file.path) or "."), file, known)
     if bytes(file.data[257:262]) == b"ustar":
@@ -96,7 +95,7 @@ def _in_folder(files: Files, folder: Folder, known: PickleAllowlist, *, as_one: 
     if tag_folder is not None and tag_folder != folder.path and is_accelerate(names):
         return load_accelerate(files, folder=folder, names=names, tag_folder=tag_folder, known=known)
     if tag_folder is not None:
-        return load_deepspeed(files, tag_folder, known).found
+        return load_deepspeed(files, tag_folder, known)[0]
     indexes = [name for name in names if name.endswith(sharded_index.SUFFIX)]
     indexes = [name for name in indexes if name.endswith(f".safetensors{sharded_index.SUFFIX}")] or indexes
     if len(indexes) > 1:
@@ -117,11 +116,10 @@ def _dcp(files: Files, folder: Folder, known: PickleAllowlist) -> FoundState:
     if not folder.has(_LIGHTNING_META):
         return FoundState("DCP checkpoint", content.state, {}, content.unknown)
     file = files.map(folder.join(_LIGHTNING_META))
-    loaded = load_torch_file(files, file, known)
-    if not isinstance(loaded.value, dict):
+    value, unknown = load_torch_file(files, file, known)
+    if not isinstance(value, dict):
         raise CorruptObjectError(f"{file.path} is not a dict, as Lightning writes it: get or save it again", object_id=file.path)
-    unknown = {**content.unknown, **dict.fromkeys(loaded.unknown, file.path)}
-    return FoundState("DCP checkpoint of Lightning", {**content.state, **loaded.value}, {}, unknown)
+    return FoundState("DCP checkpoint of Lightning", {**content.state, **value}, {}, {**content.unknown, **unknown})
 
 
 class _Members(NamedTuple):
@@ -189,8 +187,7 @@ def _members(files: Files, folder: Folder, names: list[str], known: PickleAllowl
 
 def _trainer(files: Files, folder: Folder, names: list[str], known: PickleAllowlist) -> FoundState:
     """A checkpoint folder of transformers' Trainer: each file under its own name, and the small files of the model together."""
-    trained = trainer_folder.read_trainer_state(files, folder)
-    known.parsed_bytes += trained.size_bytes
+    trainer_state, step = trainer_folder.read_trainer_state(files, folder, known)
     small = trainer_folder.read_model_files(files, folder, names)
     taken = {trainer_folder.STATE, *small}
     sharded: dict[str, FoundState] = {}
@@ -206,8 +203,8 @@ def _trainer(files: Files, folder: Folder, names: list[str], known: PickleAllowl
             f"{trainer_folder.POINTER} the weights are in the store that this file names.)",
             object_id=folder.path,
         )
-    state = {**members.state(), "trainer_state": trained.state, **({MODEL_FILES: small} if small else {})}
-    return members.with_state("checkpoint folder of transformers' Trainer", state, trained.step)
+    state = {**members.state(), "trainer_state": trainer_state, **({MODEL_FILES: small} if small else {})}
+    return members.with_state("checkpoint folder of transformers' Trainer", state, step)
 
 
 def _with_lightning(found: FoundState) -> FoundState:

@@ -24,15 +24,14 @@ class SeveralStepsError(AmbiguousAddressError):
     def __init__(self, folder: str, steps: Mapping[str, int], step_from: str, all_names: Sequence[str], *, can_be_one: bool = True) -> None:
         """`steps`: file name -> step, according to `step_from`. `can_be_one`: they can be imported as one snapshot."""
         by_step: dict[int, str] = {}
-        same = next(((by_step[step], name) for name, step in steps.items() if by_step.setdefault(step, name) != name), None)
+        self._same = next(((by_step[step], name) for name, step in steps.items() if by_step.setdefault(step, name) != name), None)
         first, last = min(steps, key=lambda name: steps[name]), max(steps, key=lambda name: steps[name])
         self._what = (
             f"{folder} has checkpoints of several steps ({first}: {steps[first]}, {last}: {steps[last]}), which are not one snapshot"
         )
-        self._same = same
         self._otherwise = "; --as-one (as_one=True) imports all files as one snapshot" if can_be_one else ""
-        self._patterns = [] if same else _patterns(list(steps), all_names)
-        self._names = [] if same or self._patterns else list(steps)
+        self._patterns = [] if self._same else _patterns(list(steps), all_names)
+        self._names = [] if self._same or self._patterns else list(steps)
         self.step_from = step_from
         command = ["tsck", "import", "--history", *self.paths(folder), "--step-from", step_from, "--ref", "REF"]
         super().__init__(self.message(shlex.join(command)), object_id=folder)

@@ -176,7 +176,13 @@ def opened(
         if names is not None:
             state, others = convert_state(read_names(names), state)
             left_out = [*left_out, *others]
-        captured = _capture(state, origin)
+        try:
+            captured = capture(state)
+        except UnsupportedValueError as exc:
+            pattern = shlex.quote(glob.escape(exc.object_id))
+            raise UnsupportedValueError(
+                f"{Exception.__str__(exc)}, or exclude it (--exclude {pattern}) from the import of {origin}", object_id=exc.object_id
+            ) from exc
         tensors = captured.layout.tensors
         contents = CheckpointContents(
             path=origin,
@@ -193,14 +199,3 @@ def opened(
             missing=found.missing,
         )
         yield Opened(contents, captured, files, state)
-
-
-def _capture(state: Any, origin: str) -> CapturedState:
-    """Captures a state. The errors name the option that leaves the value out."""
-    try:
-        return capture(state)
-    except UnsupportedValueError as exc:
-        pattern = shlex.quote(glob.escape(exc.object_id))
-        raise UnsupportedValueError(
-            f"{Exception.__str__(exc)}, or exclude it (--exclude {pattern}) from the import of {origin}", object_id=exc.object_id
-        ) from exc

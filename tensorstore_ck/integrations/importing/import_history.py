@@ -92,8 +92,7 @@ def import_history(
     validate_ref_name(ref)
     encode_metadata(metadata)
     plan = inspect_history(paths, step_from=step_from, metrics=metrics, exclude=exclude)
-    view = log_of(store).newest_view()
-    _require_order(view, ref, plan)
+    _require_order(log_of(store).newest_view(), ref, plan)
     planned(plan)
     done = []
     for item in plan:

@@ -33,12 +33,7 @@ def step_at(state: Any, path: str, origin: str) -> int:
 
 
 def metric_at(state: Any, path: str, origin: str) -> float:
-    """The number at `path` in a state.
-
-    Raises:
-        NotFoundError: there is nothing at `path`; the message names `origin`, the file.
-        MismatchError: it is not a number.
-    """
+    """The number at `path` in a state. Raises as `step_at`: `MismatchError` if it is not a number."""
     value = _number(_require(state, path, origin), finite=False)
     if value is None:
         raise MismatchError(f"{origin}: {path!r} is {_shown(state, path)}, not a number", object_id=origin)

@@ -112,11 +112,7 @@ class Folder:
         return os.path.isfile(os.path.join(self.path, name))
 
     def find(self, name: object) -> str | None:
-        """The path of a file in it that a foreign file names; None if there is no such file.
-
-        Raises:
-            InvalidNameError: the name leads out of the folder.
-        """
+        """The path of a file in it that a foreign file names; None: there is none. Raises `InvalidNameError` if the name leads outside."""
         shown = printable(name)
         if type(name) is not str or not 0 < len(name) <= MAX_NAME or "\0" in name or os.path.isabs(name) or ".." in name.split("/"):
             raise InvalidNameError(

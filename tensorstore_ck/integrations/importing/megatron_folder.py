@@ -25,7 +25,6 @@ CONFIG: Final = "metadata.json"
 """Written last: a folder without it is of a save that did not end."""
 COMMON_FILE: Final = "common.pt"
 TRACKER: Final = "latest_checkpointed_iteration.txt"
-KIND: Final = "checkpoint of Megatron"
 _BACKENDS: Final = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 _ITERATION: Final = re.compile(r"iter_(\d{7,18})")
 _OLD: Final = re.compile(r"mp_rank_\d+.*")
@@ -33,12 +32,7 @@ _MAX_JSON_BYTES: Final = 1 << 16
 
 
 def load_megatron(files: Files, folder: Folder, names: Sequence[str], known: PickleAllowlist) -> FoundState | None:
-    """The state in a folder of Megatron, or in the newest one that it names; None for any other folder.
-
-    Raises:
-        CorruptObjectError: it is damaged, incomplete or inconsistent.
-        UnsupportedValueError: it has another format or version.
-    """
+    """The state in a folder of Megatron, or in the newest one that it names; None for any other folder."""
     if TRACKER in names and METADATA not in names:
         folder = _newest(files, folder)
         names = folder.names()
@@ -47,21 +41,25 @@ def load_megatron(files: Files, folder: Folder, names: Sequence[str], known: Pic
     config = _require_format(files, folder, names)
     known.allow(megatron_types())
     content = load_dcp(files, folder, known)
-    _require_whole_files(content)
+    for path, left in content.left.items():
+        if left:  # Megatron writes nothing between the items of a file
+            raise CorruptObjectError(
+                f"{path} has {left} bytes that {METADATA} does not name: the two are of different saves; get the folder of one save",
+                object_id=path,
+            )
     state, unknown = _state(folder, content), content.unknown
     read = {METADATA, CONFIG, *(os.path.basename(path) for path in content.left)}
     if "common_backend" not in config and COMMON_OBJECT in state:  # Megatron-core 0.19 wrote the object; a common.pt is of an older save
         source, common = METADATA, state.pop(COMMON_OBJECT)
     elif COMMON_FILE in names:
-        loaded = load_torch_file(files, files.map(folder.join(COMMON_FILE)), known)
-        source, common = COMMON_FILE, loaded.value
-        unknown = {**unknown, **dict.fromkeys(loaded.unknown, os.path.join(folder.path, COMMON_FILE))}
+        common, names_in_it = load_torch_file(files, files.map(folder.join(COMMON_FILE)), known)
+        source, unknown = COMMON_FILE, {**unknown, **dict.fromkeys(names_in_it, os.path.join(folder.path, COMMON_FILE))}
         read.add(COMMON_FILE)
     else:
         _incomplete(folder, COMMON_FILE)
     step = _step(folder, source, common)
     skipped = tuple((name, f"not named by {METADATA}") for name in names if name not in read)
-    return FoundState(format=KIND, state={**state, COMMON: common}, metadata={}, unknown=unknown, step=step, skipped=skipped)
+    return FoundState("checkpoint of Megatron", {**state, COMMON: common}, {}, unknown, step=step, skipped=skipped)
 
 
 def _newest(files: Files, folder: Folder) -> Folder:
@@ -82,8 +80,7 @@ def _has_config(files: Files, folder: Folder) -> bool:
     """Whether a ``metadata.json`` is Megatron's."""
     if not folder.has(CONFIG):
         return False
-    file = files.map(folder.join(CONFIG))
-    return b'"sharded_backend"' in bytes(file.data[:_MAX_JSON_BYTES])
+    return b'"sharded_backend"' in bytes(files.map(folder.join(CONFIG)).data[:_MAX_JSON_BYTES])
 
 
 def _require_format(files: Files, folder: Folder, names: Sequence[str]) -> dict[Any, Any]:
@@ -128,16 +125,6 @@ def _incomplete(folder: Folder, missing: str) -> NoReturn:
     )
 
 
-def _require_whole_files(content: DcpContent) -> None:
-    """Megatron writes nothing between the items of a file."""
-    for path, left in content.left.items():
-        if left:
-            raise CorruptObjectError(
-                f"{path} has {left} bytes that {METADATA} does not name: the two are of different saves; get the folder of one save",
-                object_id=path,
-            )
-
-
 def _step(folder: Folder, source: str, common: Any) -> int | None:
     """`source`: the file that has the common state."""
     if type(common) is not dict:
@@ -156,8 +143,7 @@ def _step(folder: Folder, source: str, common: Any) -> int | None:
 
 
 def _state(folder: Folder, content: DcpContent) -> dict[Any, Any]:
-    flattened = content.attributes.get("mcore_data")
-    if flattened:
+    if content.attributes.get("mcore_data"):
         raise UnsupportedValueError(
             f"{folder.path} has flattened tensors, as older optimizers of Megatron-core saved them: load it with the "
             "version that wrote it, and save it without the optimizer, or in one of its layouts of whole parameters",

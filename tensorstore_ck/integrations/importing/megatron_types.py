@@ -40,8 +40,6 @@ _NAMESPACES: Final = {
     ("types", "SimpleNamespace"): "types.SimpleNamespace",
     ("megatron.core.optimizer.optimizer_config", "OptimizerConfig"): "megatron.OptimizerConfig",
 }
-_POSIX_PATH: Final = "pathlib.PosixPath"
-_BYTES_IO: Final = "io.BytesIO"
 
 
 def megatron_types() -> dict[tuple[str, str], object]:
@@ -67,7 +65,7 @@ def _posix_path(*parts: Any) -> NamedState:
     if any(type(part) is not str for part in parts):
         raise MalformedError("it has a path of something else")
     first = parts[0] if parts else ""
-    return NamedState(_POSIX_PATH, first + "/".join(parts[1:]) if first.endswith("/") else "/".join(parts) or ".")
+    return NamedState("pathlib.PosixPath", first + "/".join(parts[1:]) if first.endswith("/") else "/".join(parts) or ".")
 
 
 class _Attributes(Deferred):
@@ -90,4 +88,4 @@ class _BytesIO(Deferred):
     def build(self, state: Any) -> None:
         if type(state) is not tuple or len(state) != 3 or type(state[0]) is not bytes or state[2] is not None:
             raise MalformedError("it has a malformed BytesIO")
-        self.value = NamedState(_BYTES_IO, state[0])
+        self.value = NamedState("io.BytesIO", state[0])

@@ -50,8 +50,7 @@ def steps_of_names(names: Sequence[str]) -> dict[str, int | None]:
     for name in names:
         numbers = [number for pattern in (_STEP, _ITERATION, _EPOCH, _CHECKPOINT) if (number := _after(pattern, name)) is not None]
         steps[name] = numbers[0] if numbers else None
-    rest = [name for name, step in steps.items() if step is None]
-    steps.update(_by_position(rest))
+    steps.update(_by_position([name for name, step in steps.items() if step is None]))
     return steps
 
 

@@ -4,7 +4,7 @@ An importer is a function of a path. It returns None for what is not its format,
 It runs with the rights of the user, who has installed it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, Final
@@ -25,9 +25,6 @@ class ForeignCheckpoint:
     """Noted in the snapshot's metadata."""
 
 
-Importer = Callable[[str], ForeignCheckpoint | None]
-
-
 def read_by_outside_importer(path: str) -> tuple[str, ForeignCheckpoint] | None:
     """The name of the first importer that knows the format at `path`, and what it read; None: no importer does.
 
@@ -36,8 +33,7 @@ def read_by_outside_importer(path: str) -> tuple[str, ForeignCheckpoint] | None:
     """
     for point in sorted(entry_points(group=GROUP)):
         try:
-            importer: Importer = point.load()
-            found = importer(path)
+            found: object = point.load()(path)
         except StoreError:
             raise
         except Exception as exc:  # BLE: code of another package raises anything
@@ -46,11 +42,11 @@ def read_by_outside_importer(path: str) -> tuple[str, ForeignCheckpoint] | None:
                 "uninstall that",
                 object_id=point.name,
             ) from exc
-        if found is not None and not isinstance(found, ForeignCheckpoint):
+        if isinstance(found, ForeignCheckpoint):
+            return point.name, found
+        if found is not None:
             raise UnsupportedValueError(
                 f"the importer {point.name!r} ({point.value}) returned a {type(found).__name__}, not a ForeignCheckpoint or None",
                 object_id=point.name,
             )
-        if found is not None:
-            return point.name, found
     return None

@@ -6,6 +6,7 @@ Tensors are created over existing storages, and only if they fit into them. Cont
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any, Final
@@ -44,21 +45,19 @@ _PATHS: Final = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath",
 _OLD_NAMES: Final = {"long": "int", "unicode": "str"}
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class StorageType:
     """The class of a storage, which gives the dtype of its elements."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    dtype: torch.dtype
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Stored:
     """A storage, for tensors."""
 
-    __slots__ = ("dtype", "storage")
-
-    def __init__(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
-        self.storage = storage
-        self.dtype = dtype
+    storage: torch.UntypedStorage
+    dtype: torch.dtype
 
 
 class PickleAllowlist:

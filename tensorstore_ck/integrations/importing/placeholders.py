@@ -1,6 +1,7 @@
 """Placeholders while a pickle is read: for a global that it names (`AllowedGlobal`), or for an object; and a state that has some."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
@@ -22,33 +23,28 @@ class UnknownObject(Unstorable):
     __slots__ = ()
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class AllowedGlobal:
     """An allowed name in a pickle: a function of the arguments in the pickle."""
 
-    __slots__ = ("make", "name", "value")
-
-    def __init__(self, name: str, make: Callable[..., Any] | None, value: object = None) -> None:
-        """`make` raises ValueError, TypeError or RuntimeError for wrong arguments. `value`: its value if it is not called.
-
-        The result of `make` may have a method ``build`` that takes a state.
-        """
-        self.name = name
-        self.make = make
-        self.value = value
+    name: str
+    make: Callable[..., Any] | None
+    """Raises ValueError, TypeError or RuntimeError for wrong arguments. Its result may have a method ``build`` that takes a state."""
+    value: object = None
+    """Its value if it is not called."""
 
 
 class Deferred:
-    """An object whose content comes after its creation; `resolve_placeholders` replaces it by its value."""
+    """An object whose content its method `build` takes after its creation; `resolve_placeholders` replaces it by its value.
+
+    `build` raises ValueError or TypeError for unknown content.
+    """
 
     def __init__(self) -> None:
         self.value: Any = self
         """Itself, until `build` is called."""
         self.held: list[object] = []
         """Everything in its state."""
-
-    def build(self, state: Any) -> None:
-        """Takes the content; raises ValueError or TypeError for unknown content."""
-        raise NotImplementedError
 
 
 class FoundState(NamedTuple):

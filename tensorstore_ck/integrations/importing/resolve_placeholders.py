@@ -10,6 +10,7 @@ import re
 import shlex
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -116,12 +117,9 @@ class _Resolver:
                     self._too_deep()
                 begun.add(key)
                 count, height = 1, 0
-                for item in _items(value):
-                    below = measure(item, depth + 1)
-                    count, height = count + below[0], max(height, below[1])
                 attributes = vars(value).get("_metadata") if type(value) is OrderedDict else None
-                if attributes is not None:
-                    below = measure(attributes, depth + 1)
+                for item in chain(_items(value), () if attributes is None else (attributes,)):
+                    below = measure(item, depth + 1)
                     count, height = count + below[0], max(height, below[1])
                 known[key] = count, height + 1
             if depth + known[key][1] > MAX_NESTING:
@@ -194,8 +192,7 @@ class _Resolver:
                 items[key] = new
         if type(value) is OrderedDict and "_metadata" in vars(value):
             attributes = self.visit(vars(value)["_metadata"], f"{path}._metadata" if path else "_metadata")
-            if attributes is not vars(value)["_metadata"]:
-                changed = True
+            changed = changed or attributes is not vars(value)["_metadata"]
         if not changed:
             return value
         made: Any = defaultdict(value.default_factory, items) if type(value) is defaultdict else type(value)(items)

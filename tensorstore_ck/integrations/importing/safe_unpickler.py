@@ -296,11 +296,6 @@ def _named_args(unpickler: _SafeUnpickler) -> None:
     unpickler.make(args)
 
 
-def _stack_name(unpickler: _SafeUnpickler) -> None:
-    name, module = unpickler.pop(), unpickler.pop()
-    unpickler.name(module, name)
-
-
 _TABLE: Final[Mapping[int, Callable[[_SafeUnpickler], None]]] = {
     ord(code): step
     for code, step in {
@@ -349,7 +344,7 @@ _TABLE: Final[Mapping[int, Callable[[_SafeUnpickler], None]]] = {
         "h": lambda m: m.recall(m.number(_U1)),
         "j": lambda m: m.recall(m.number(_U4)),
         "c": lambda m: m.name(m.line(), m.line()),
-        "\x93": _stack_name,
+        "\x93": lambda m: m.name(*_pair(m)),
         "R": lambda m: m.make(m.pop()),
         "\x81": lambda m: m.make(m.pop()),
         "\x92": _named_args,

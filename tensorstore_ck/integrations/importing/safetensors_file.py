@@ -18,7 +18,6 @@ from tensorstore_ck.integrations.safetensors_format import BITS, MAX_HEADER_BYTE
 from tensorstore_ck.state.byte_sources import strided
 from tensorstore_ck.state.registered_types import DTYPES
 
-KIND: Final = "safetensors file"
 _DTYPES: Final = {code: DTYPES[name] for name, code in TORCH_DTYPES.items() if name in DTYPES}
 
 
@@ -37,11 +36,13 @@ def is_safetensors(file: MappedFile) -> bool:
 
 def load_safetensors(file: MappedFile) -> SafetensorsContent:
     """Its tensors, mapped, in the order of their names. Raises `CorruptObjectError` if it is damaged or inconsistent."""
-    with naming_file(file.path, KIND):
+    with naming_file(file.path, "safetensors file"):
         header_bytes = int.from_bytes(file.data[:8], "little")
         if header_bytes > min(MAX_HEADER_BYTES, file.size - 8):
             raise MalformedError(f"it claims a header of {header_bytes} bytes, and has {file.size}")
-        header = _header(bytes(file.data[8 : 8 + header_bytes]))
+        header = parse_json(bytes(file.data[8 : 8 + header_bytes]))
+        if type(header) is not dict:
+            raise MalformedError("its header is not a JSON object")
         metadata = header.pop(METADATA, None) or {}
         if type(metadata) is not dict or any(type(text) is not str for text in metadata.values()):
             raise MalformedError("its metadata is not text")
@@ -60,11 +61,7 @@ def load_safetensors(file: MappedFile) -> SafetensorsContent:
 
 
 def parse_json(data: bytes, *, allow_constants: bool = False) -> Any:
-    """Foreign JSON. `allow_constants`: it may have NaN and Infinity, as Python writes them.
-
-    Raises:
-        MalformedError: it is invalid, has a duplicate key, or is nested too deep.
-    """
+    """Foreign JSON, or a `MalformedError`. `allow_constants`: it may have NaN and Infinity, as Python writes them."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)
@@ -81,13 +78,6 @@ def parse_json(data: bytes, *, allow_constants: bool = False) -> Any:
         raise
     except ValueError as exc:
         raise MalformedError(f"its JSON cannot be read ({printable(exc)})") from exc
-
-
-def _header(data: bytes) -> dict[str, Any]:
-    header = parse_json(data)
-    if type(header) is not dict:
-        raise MalformedError("its header is not a JSON object")
-    return header
 
 
 def _tensor(file: MappedFile, name: str, entry: Any, base: int) -> tuple[torch.Tensor | Unstorable, tuple[int, int]]:

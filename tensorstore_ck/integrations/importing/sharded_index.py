@@ -15,7 +15,6 @@ from tensorstore_ck.integrations.importing.torch_file import is_torch_file, load
 from tensorstore_ck.integrations.safetensors_format import MAX_HEADER_BYTES
 
 SUFFIX: Final = ".index.json"
-KIND: Final = "index of a checkpoint"
 
 
 def is_index(file: MappedFile) -> bool:
@@ -30,7 +29,7 @@ def load_indexed(files: Files, folder: Folder, index: MappedFile, known: PickleA
         CorruptObjectError: a file is damaged, or does not match the index; or none exists.
         InvalidNameError: the index names a file outside of its folder.
     """
-    with naming_file(index.path, KIND):
+    with naming_file(index.path, "index of a checkpoint"):
         document = parse_json(bytes(index.data))
         files_of = document.get("weight_map") if type(document) is dict else None
         if type(files_of) is not dict or not files_of:
@@ -48,8 +47,7 @@ def load_indexed(files: Files, folder: Folder, index: MappedFile, known: PickleA
         if not found_at:
             folder.join(missing[0])  # raises
         for part_name, path in found_at.items():
-            file = files.map(path)
-            part, described = _load(files, file, known, unknown)
+            part, described = _load(files, files.map(path), known, unknown)
             lacking = sorted(names[part_name] - part.keys())
             if lacking:
                 raise MalformedError(f"it lists {printable(lacking[0])!r} in {printable(part_name)}, which lacks it")
@@ -69,8 +67,8 @@ def _load(files: Files, file: MappedFile, known: PickleAllowlist, unknown: dict[
         return dict(content.tensors), content.metadata
     if not is_torch_file(file):
         raise UnsupportedValueError(f"{file.path}, which an index names, is not a safetensors or torch file", object_id=file.path)
-    loaded = load_torch_file(files, file, known)
-    unknown.update(dict.fromkeys(loaded.unknown, file.path))
-    if not isinstance(loaded.value, dict):
+    value, names = load_torch_file(files, file, known)
+    unknown.update(names)
+    if not isinstance(value, dict):
         raise MalformedError(f"{file.path} is not a dict of tensors")
-    return loaded.value, {}
+    return value, {}

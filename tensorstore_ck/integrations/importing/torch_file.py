@@ -6,7 +6,7 @@ stays in the mapped file. Also reads a file inside another one, as in the files 
 
 import struct
 import zlib
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 
@@ -18,7 +18,6 @@ from tensorstore_ck.integrations.importing.placeholders import UnknownObject
 from tensorstore_ck.integrations.importing.safe_unpickler import MAX_PICKLE_BYTES, safe_unpickle
 from tensorstore_ck.integrations.importing.zip_directory import is_archive, read_archive
 
-KIND: Final = "torch file"
 _MAGIC: Final = 0x1950A86A20F9469CFC6C
 _MAGIC_PICKLED: Final = b"\x8a\x0a" + _MAGIC.to_bytes(10, "little") + b"."
 _FRAME: Final = b"\x95" + len(_MAGIC_PICKLED).to_bytes(8, "little")
@@ -27,15 +26,6 @@ _FIRST_BYTES: Final = 1024
 _PROTOCOL: Final = 1001
 _PROGRAMS: Final = {"constants.pkl": ("TorchScript", "torch.jit.load"), "archive_format": ("torch.export", "torch.export.load")}
 """Record in the archive of a program -> its kind, and what loads it."""
-
-
-class LoadedTorchFile(NamedTuple):
-    """The object in a torch file."""
-
-    value: Any
-    """May hold placeholders, for `resolve_placeholders`."""
-    unknown: set[str]
-    """Names that are not allowed: each must occur as an `UnknownObject` in the value, or the pickle used it and hid that."""
 
 
 def is_torch_file(file: MappedFile) -> bool:
@@ -51,13 +41,18 @@ def is_torch_file(file: MappedFile) -> bool:
         return False
 
 
-def load_torch_file(files: Files, file: MappedFile, known: PickleAllowlist, start: int = 0, size: int | None = None) -> LoadedTorchFile:
-    """The object in the torch file at bytes [start, start + size) of `file`.
+def load_torch_file(
+    files: Files, file: MappedFile, known: PickleAllowlist, start: int = 0, size: int | None = None
+) -> tuple[Any, dict[str, str]]:
+    """The object in the torch file at bytes [start, start + size) of `file`, with placeholders for `resolve_placeholders`.
+
+    Also returns the names that are not allowed, each with the path of `file`: each must occur as an `UnknownObject` in the object, or the
+    pickle used it and hid that.
 
     Raises `CorruptObjectError` if it is damaged or inconsistent, `UnsupportedValueError` if its kind is not supported.
     """
     stop = file.size if size is None else start + size
-    with naming_file(file.path, KIND):
+    with naming_file(file.path, "torch file"):
         data = file.data[start:stop]
         if is_archive(data):
             return _from_archive(files, file=file, known=known, start=start, data=data)
@@ -67,7 +62,7 @@ def load_torch_file(files: Files, file: MappedFile, known: PickleAllowlist, star
 # --- archives -------------------------------------------------------------------------------------------------------
 
 
-def _from_archive(files: Files, file: MappedFile, known: PickleAllowlist, start: int, data: memoryview) -> LoadedTorchFile:
+def _from_archive(files: Files, file: MappedFile, known: PickleAllowlist, start: int, data: memoryview) -> tuple[Any, dict[str, str]]:
     records = read_archive(data)
     (folder, *more) = {name.partition("/")[0] for name in records} or {""}
     for name, (kind, loader) in _PROGRAMS.items():
@@ -106,7 +101,7 @@ def _from_archive(files: Files, file: MappedFile, known: PickleAllowlist, start:
     value, end, unknown = safe_unpickle(code, known, storage)
     if end != pickle.size:
         raise MalformedError("something follows its pickle")
-    return LoadedTorchFile(value, unknown)
+    return value, dict.fromkeys(unknown, file.path)
 
 
 def _checked(pid: Any) -> tuple[torch.dtype, str, int]:
@@ -129,7 +124,7 @@ def _module_class(pid: Any) -> UnknownObject | None:
 # --- before torch 1.6 -----------------------------------------------------------------------------------------------
 
 
-def _from_pickles(file: MappedFile, known: PickleAllowlist, start: int, data: memoryview) -> LoadedTorchFile:
+def _from_pickles(file: MappedFile, known: PickleAllowlist, start: int, data: memoryview) -> tuple[Any, dict[str, str]]:
     """Magic, protocol, system, the object, the keys of its storages; then each storage, after its number of elements."""
     at = 0
 
@@ -156,8 +151,14 @@ def _from_pickles(file: MappedFile, known: PickleAllowlist, start: int, data: me
         kinds.setdefault(key, dtype)
         return UnknownObject("a storage")
 
+    def find_type(module: str, name: str) -> StorageType:
+        kind = known(module, name)
+        if not isinstance(kind, StorageType):
+            raise LookupError(name)
+        return kind
+
     body = data[at:]
-    _, end, _ = safe_unpickle(body, _StorageTypes(known), note)
+    _, end, _ = safe_unpickle(body, find_type, note)
     at += end
     known.parsed_bytes += end
     keys = next_plain()
@@ -194,20 +195,7 @@ def _from_pickles(file: MappedFile, known: PickleAllowlist, start: int, data: me
         return Stored(storages[key], dtype)
 
     value, _, unknown = safe_unpickle(body, known, storage)
-    return LoadedTorchFile(value, unknown)
-
-
-class _StorageTypes:
-    """A `FindGlobal` that knows only the classes of storages."""
-
-    def __init__(self, known: PickleAllowlist) -> None:
-        self._known = known
-
-    def __call__(self, module: str, name: str) -> object:
-        kind = self._known(module, name)
-        if not isinstance(kind, StorageType):
-            raise LookupError(name)
-        return kind
+    return value, dict.fromkeys(unknown, file.path)
 
 
 def _nothing(module: str, name: str) -> NoReturn:

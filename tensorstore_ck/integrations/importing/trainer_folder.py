@@ -3,12 +3,13 @@
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.record import MAX_STEP
 from tensorstore_ck.integrations.importing.malformed import MalformedError, naming_file
 from tensorstore_ck.integrations.importing.mapped_files import Files, Folder
+from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowlist
 from tensorstore_ck.integrations.importing.safetensors_file import parse_json
 from tensorstore_ck.integrations.model_file_names import MAX_FILE_BYTES, is_model_file
 from tensorstore_ck.integrations.safetensors_format import MAX_HEADER_BYTES
@@ -21,16 +22,8 @@ POINTER: Final = "snapshot.json"
 _CHECKPOINT: Final = re.compile(r"checkpoint-(\d{1,18})")
 
 
-class TrainerValues(NamedTuple):
-    """The values in its JSON."""
-
-    state: dict[str, Any]
-    step: int
-    size_bytes: int
-
-
-def read_trainer_state(files: Files, folder: Folder) -> TrainerValues:
-    """The content of ``trainer_state.json``. Raises `CorruptObjectError` if it is damaged, or has no step."""
+def read_trainer_state(files: Files, folder: Folder, known: PickleAllowlist) -> tuple[dict[str, Any], int]:
+    """The content of ``trainer_state.json``, and the step in it. Raises `CorruptObjectError` if it is damaged, or has no step."""
     file = files.map(folder.join(STATE))
     with naming_file(file.path, "state of transformers' Trainer"):
         if file.size > MAX_HEADER_BYTES:
@@ -39,7 +32,8 @@ def read_trainer_state(files: Files, folder: Folder) -> TrainerValues:
         step = state.get("global_step") if type(state) is dict else None
         if type(step) is not int or not 0 <= step <= MAX_STEP:
             raise MalformedError("it has no global_step")
-        return TrainerValues(state, step, file.size)
+        known.parsed_bytes += file.size
+        return state, step
 
 
 def read_model_files(files: Files, folder: Folder, names: Sequence[str]) -> dict[str, bytes]:

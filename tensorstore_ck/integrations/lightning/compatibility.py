@@ -63,12 +63,7 @@ def package_of(trainer: object) -> str:
 
 
 def require_supported(trainer: Any) -> None:
-    """Checks the version of Lightning, and that this Trainer's states can be saved.
-
-    Raises:
-        MissingExtraError: the version is not supported, or a private name has changed.
-        InvalidOptionError: the strategy is not supported.
-    """
+    """Checks the installed Lightning (see `Package`). Raises `InvalidOptionError` if states of this Trainer's strategy cannot be saved."""
     package = package_of(trainer)
     version = _require_version(package.removesuffix(".pytorch"))
     changed = [*_changed(package, METHODS)]

@@ -5,8 +5,8 @@
 """
 
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -27,9 +27,6 @@ from tensorstore_ck.training.checkpointing import Checkpointer
 from tensorstore_ck.training.resume_search import ResumeSearch
 from tensorstore_ck.training.state_sides import StoredTraining, read_training
 from tensorstore_ck.training.stateful_parts import is_stateful
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 State = dict[str, Any]
 STEPS: Final = ("global_step", "step", "iteration", "iter", "iter_num", "step_count")

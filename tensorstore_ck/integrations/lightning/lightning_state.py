@@ -9,7 +9,7 @@ import io
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +27,6 @@ from tensorstore_ck.store import open as open_store
 from tensorstore_ck.training import TrainingState, model_state
 from tensorstore_ck.training.optimizers import is_partitioned
 from tensorstore_ck.training.state_sides import StoredTraining, read_training
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 State = dict[str, Any]
 OWN: Final = "lightning"
@@ -79,7 +76,7 @@ def training_state(trainer: Any, *, weights_only: bool) -> TrainingState:
     return TrainingState(model=trainer.lightning_module, optimizer=None if weights_only else _optimizers(trainer), rank_values=values)
 
 
-def restore_sharded(trainer: Any, store: Any, root: str, group: "ProcessGroup | None", *, with_optimizers: bool) -> None:
+def restore_sharded(trainer: Any, store: Any, root: str, group: "torch.distributed.ProcessGroup | None", *, with_optimizers: bool) -> None:
     """Restores the shards of weights and optimizers in place."""
     parts = ("model", "optimizer") if with_optimizers else ("model",)
     training = TrainingState(model=trainer.lightning_module, optimizer=_optimizers(trainer) if with_optimizers else None)
@@ -105,11 +102,7 @@ def _optimizers(trainer: Any) -> list[Any] | None:
 
 
 def require_whole(optimizers: Iterable[Optimizer]) -> None:
-    """Rejects optimizers that cannot load what the ranks saved.
-
-    Raises:
-        UnsupportedValueError: each rank has some of the states; Lightning loads all of them from one dict.
-    """
+    """Raises `UnsupportedValueError` if each rank has some of the states of an optimizer: Lightning loads all of them from one dict."""
     if any(map(is_partitioned, optimizers)):
         raise UnsupportedValueError(
             "Lightning cannot resume a ZeroRedundancyOptimizer from a snapshot: use another optimizer, or FSDPStrategy or "

@@ -23,7 +23,7 @@ from tensorstore_ck.integrations.lightning.compatibility import require_supporte
 from tensorstore_ck.integrations.lightning.lightning_state import require_storable, training_state
 from tensorstore_ck.integrations.lightning.pointer_files import FILES, read_pointer
 from tensorstore_ck.integrations.lightning.snapshot_resume import FITTING, OpenedStore, SnapshotResume
-from tensorstore_ck.integrations.trainer.attach import all_ranks
+from tensorstore_ck.integrations.trainer.attach import NativeNames, all_ranks
 from tensorstore_ck.integrations.trainer.pointers import NamedSaves
 from tensorstore_ck.integrations.trainer.saves import Always, require_own_ref
 from tensorstore_ck.log.field_checks import validate_ref_name
@@ -72,7 +72,7 @@ def _epoch_of(trainer: Any) -> float:
 
 
 @short_errors
-class SnapshotMixin:
+class SnapshotMixin(NativeNames):
     """Makes a subclass of ModelCheckpoint save into a store.
 
     ``class MyCheckpoint(tsck.lightning.SnapshotMixin, lightning.pytorch.callbacks.ModelCheckpoint)``; or that of `pytorch_lightning`.
@@ -121,11 +121,6 @@ class SnapshotMixin:
         self._resume = SnapshotResume(self._opened, ref)
 
     @property
-    def _native(self) -> Any:
-        """This object, with the private names of ModelCheckpoint."""
-        return self
-
-    @property
     def _store(self) -> Store:
         return self._opened.get()
 
@@ -166,11 +161,7 @@ class SnapshotMixin:
         return {path for path in paths if read_pointer(path) is None}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """See ModelCheckpoint.
-
-        Raises:
-            ConflictError: the ref has snapshots of another run, and none was loaded.
-        """
+        """See ModelCheckpoint. Raises `ConflictError` if the ref has snapshots of another run, and none was loaded."""
         super().on_train_start(trainer, pl_module)  # type: ignore[misc]
         if trainer.fast_dev_run:
             return
@@ -296,11 +287,7 @@ class SnapshotMixin:
     # --- end ----------------------------------------------------------------------------------------------------------
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """See ModelCheckpoint.
-
-        Raises:
-            StoreError: the newest save failed.
-        """
+        """See ModelCheckpoint. Raises `StoreError` if the newest save failed."""
         self._waits = False
         if self._postponed:
             self._save_postponed(trainer)

@@ -182,8 +182,9 @@ class SnapshotResume:
         logged_values.restore(trainer, loaded.values["logged"], within_epoch=within_epoch)
         if is_ended:
             _end_epoch(loop)
-        else:
-            _continue_epoch(loop)
+        else:  # go on within the epoch, which a former `max_steps` may have ended
+            for epochs in (loop.epoch_progress.current, loop.epoch_progress.total):
+                epochs.processed = min(epochs.processed, max(0, epochs.ready - 1))
         if loaded.is_same_size:
             TrainLoaders.of(trainer).set_generators(loaded.values["loader_generators"])
         TrainingState().restore(self._store, loaded.snapshot.root, group=all_ranks(), parts=("generators",))
@@ -199,9 +200,3 @@ def _end_epoch(loop: Any) -> None:
     loop._restarting = loop.epoch_loop.restarting = False
     loop._resuming_from_checkpoint = False  # so that it begins the data of the next epoch
     loop.reset_restart_stage()
-
-
-def _continue_epoch(loop: Any) -> None:
-    """Goes on within an epoch, which a former `max_steps` may have ended."""
-    for epochs in (loop.epoch_progress.current, loop.epoch_progress.total):
-        epochs.processed = min(epochs.processed, max(0, epochs.ready - 1))

@@ -158,11 +158,7 @@ class TrainLoaders:
         self._stored: list[State] = []
         self._changed: list[tuple[Any, type]] = []
         process = trainer.strategy.process_dataloader
-
-        def process_dataloader(dataloader: Any) -> Any:
-            return self._positioned(process(dataloader))
-
-        trainer.strategy.process_dataloader = process_dataloader
+        trainer.strategy.process_dataloader = lambda dataloader: self._positioned(process(dataloader))
 
     @classmethod
     def of(cls, trainer: Any) -> "TrainLoaders":

@@ -37,20 +37,12 @@ class LoadStrategy(LoadBase):  # type: ignore[misc]
         return True
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Checks who wrote a folder.
-
-        Raises:
-            CheckpointingException: another strategy did.
-        """
+        """Checks who wrote a folder. Raises `CheckpointingException` if another strategy did."""
         if loaded_backend != BACKEND:
             raise _of_another_backend(loaded_backend)
 
     def check_version_compatibility(self, loaded_version: int) -> None:
-        """Checks the version of a folder.
-
-        Raises:
-            CheckpointingException: a newer release wrote it.
-        """
+        """Checks the version of a folder. Raises `CheckpointingException` if a newer release wrote it."""
         if loaded_version != VERSION:
             raise CheckpointingException(f"the folder has version {loaded_version} of the backend {BACKEND!r}: upgrade tensorstore_ck")
 

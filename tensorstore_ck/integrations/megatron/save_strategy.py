@@ -68,11 +68,7 @@ class SaveStrategy(SaveBase):  # type: ignore[misc]
         return True
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        """Returns when the snapshot is published; on all ranks.
-
-        Raises:
-            StoreError: see `Store.put_snapshot`; nothing was published.
-        """
+        """Returns when the snapshot is published; on all ranks. Raises `StoreError`: see `Store.put_snapshot`; nothing was published."""
         folder, options = Path(checkpoint_dir), self._options(sharded_state_dict, checkpoint_dir)
         self._name(folder, self._store.retrying(lambda: self._store.put_snapshot(**options)))
 
@@ -155,11 +151,7 @@ def _attributes(common_state: Any) -> dict[str, float]:
 
 
 def _common_state(state: dict[str, Any], path: Path) -> Any:
-    """Takes what Megatron keeps as an object out of the state (0.19); else what it has just written.
-
-    Raises:
-        UnsupportedValueError: it has a type that `torch.load` refuses, in a load of Megatron's own format too.
-    """
+    """Takes what Megatron keeps as an object out of the state (0.19); else what it has just written."""
     if keeps_common_state_as_object() and COMMON_OBJECT in state:
         return state.pop(COMMON_OBJECT)
     try:

@@ -72,11 +72,6 @@ def name_snapshot(store: Store, folder: Path, root: str) -> None:
     (folder / COMMON_STATE_FNAME).unlink(missing_ok=True)
 
 
-def _unnamed_backend(folder: Path) -> str | None:
-    """The backend of Megatron-LM's formats torch_dcp and fsdp_dtensor, which have no ``metadata.json``."""
-    return "torch's DCP" if has_dcp_metadata(folder) and not (folder / CONFIG_FNAME).exists() else None
-
-
 def latest_folder(parent: Path) -> Path | None:
     """The folder of the iteration that Megatron-LM's file names; None: there is none."""
     try:
@@ -103,7 +98,8 @@ def write_folder(store: Store, ref: str, parent: Path, address: str | None) -> P
     def write() -> bytes:
         snapshot = store.resolve(chosen)
         folder = _folder_of(parent, snapshot.step) if snapshot.step is not None else parent / snapshot.root[:16]
-        if backend := other_backend(folder) or _unnamed_backend(folder):
+        is_unnamed = has_dcp_metadata(folder) and not (folder / CONFIG_FNAME).exists()  # Megatron-LM's torch_dcp and fsdp_dtensor
+        if backend := other_backend(folder) or ("torch's DCP" if is_unnamed else None):
             raise ConflictError(f"{folder} has a checkpoint of {backend}: remove it, or write to another folder", object_id=str(folder))
         name_snapshot(store, folder, snapshot.root)
         replace_file(folder / CONFIG_FNAME, json.dumps(asdict(CheckpointingConfig(BACKEND, VERSION))).encode())

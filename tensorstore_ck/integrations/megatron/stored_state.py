@@ -120,11 +120,7 @@ class StoredState:
 
 
 def state_of(sharded_state_dict: Any) -> dict[str, Any]:
-    """The state that this rank stores of a sharded state dict, not copied.
-
-    Raises:
-        UnsupportedValueError: two different things have one key, or a key means something else here.
-    """
+    """The state that this rank stores of a sharded state dict, not copied. Raises `UnsupportedValueError` if one key means two things."""
     boxes: dict[str, list[Box]] = {}
     state: dict[str, Any] = {}
     for item in nested_values(sharded_state_dict):

@@ -12,22 +12,14 @@ PACKAGE: Final = Package(title="Megatron-core", name="megatron-core", lowest=(0,
 
 def has_registry() -> bool:
     """Whether Megatron-core has a registry of strategies: 0.17 and newer know their own alone."""
-    return _installed() < (0, 17)
+    return numbers_of(megatron.core.__version__) < (0, 17)
 
 
 def keeps_common_state_as_object() -> bool:
     """Whether the common state is a sharded object of a checkpoint, and not a file."""
-    return _installed() >= (0, 19)
+    return numbers_of(megatron.core.__version__) >= (0, 19)
 
 
 def require_supported_version() -> None:
-    """Called before anything of Megatron-core is imported that other versions lack.
-
-    Raises:
-        MissingExtraError: the installed version is not supported.
-    """
+    """Called before anything of Megatron-core is imported that other versions lack. Raises `MissingExtraError` for one of these."""
     PACKAGE.require_version(megatron.core.__version__)
-
-
-def _installed() -> tuple[int, ...]:
-    return numbers_of(megatron.core.__version__)

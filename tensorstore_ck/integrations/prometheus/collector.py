@@ -15,7 +15,6 @@ from tensorstore_ck.integrations.prometheus.watched_store import StoreState, Wat
 from tensorstore_ck.log.maintenance_outcome import FAILED, FINDINGS, OK, REFUSED
 from tensorstore_ck.maintenance.recorded_runs import FSCK, GC
 
-_NS: Final = 1e9
 OUTCOMES: Final = (OK, FINDINGS, REFUSED, FAILED)
 OTHER: Final = "other"
 """An outcome that this build does not know: it may be any text, and each would be a series of its own."""
@@ -173,13 +172,10 @@ def _add_watched(families: Families, watched: WatchedStore) -> None:
             families.add(STORED_BYTES, count, store, state)
         families.add(UNREFERENCED_BYTES, measured.unreferenced_bytes, store)
         families.add(FREEABLE_BYTES, measured.freeable_bytes, store)
-        for kind, value in (
-            (FREE_BYTES, measured.space.free_bytes),
-            (FREE_INODES, measured.space.free_inodes),
-            (GROWTH, measured.space.growth_bytes_per_day),
-            (FULL_IN_DAYS, measured.space.full_in_days),
-        ):
-            families.add(kind, value, store)
+        families.add(FREE_BYTES, measured.space.free_bytes, store)
+        families.add(FREE_INODES, measured.space.free_inodes, store)
+        families.add(GROWTH, measured.space.growth_bytes_per_day, store)
+        families.add(FULL_IN_DAYS, measured.space.full_in_days, store)
         families.add(MEASURED, _seconds(measured.time_ns), store)
         families.add(MEASURE_SECONDS, measured.seconds, store)
 
@@ -233,4 +229,4 @@ def label(text: str) -> str:
 
 
 def _seconds(time_ns: int | None) -> float | None:
-    return None if time_ns is None else time_ns / _NS
+    return None if time_ns is None else time_ns / 1e9

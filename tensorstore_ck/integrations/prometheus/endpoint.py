@@ -29,11 +29,7 @@ class Endpoint:
     """Listens from the beginning, and answers during `serve`."""
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int, *, on_error: Callable[[], object]) -> None:
-        """Binds the address; port 0: a free one. `on_error` is called after each scrape that failed.
-
-        Raises:
-            OSError: the address cannot be used.
-        """
+        """Binds the address (port 0: a free one), or raises `OSError`. `on_error` is called after each scrape that failed."""
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         application = _Application(registry, on_error)
         self._server = _Server(address, family, application)
@@ -62,7 +58,6 @@ class _Application:
         """Whether the server listens on a loopback address."""
 
     def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
-        """Answers one request."""
         if self.is_local and not _is_loopback(_host_name(environ.get("HTTP_HOST", "localhost"))):
             return _text(start_response, "403 Forbidden", "This address answers requests for 127.0.0.1 or localhost alone.\n")
         if environ["PATH_INFO"] == "/":

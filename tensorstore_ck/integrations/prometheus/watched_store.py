@@ -81,6 +81,7 @@ def read_states(connection: Connection, before: Mapping[int, StoreState]) -> dic
 def _read_store(connection: Connection, row: "Row[Any]", before: Mapping[str, RefState], runs: Mapping[str, RunOutcome]) -> StoreState:
     of_store = snapshots.c.store_id == row.store_id
     by_state = connection.execute(select(snapshots.c.state, func.count()).where(of_store).group_by(snapshots.c.state))
+    columns = (quotas.c.glob, quotas.c.warn_bytes, quotas.c.refuse_bytes, quotas.c.used_bytes)
     return StoreState(
         uuid=row.uuid,
         url=row.url,
@@ -93,7 +94,7 @@ def _read_store(connection: Connection, row: "Row[Any]", before: Mapping[str, Re
         snapshots={state: count for state, count in by_state},  # noqa: C416 - rows are no pairs for mypy
         changed_by_gc_ns=connection.execute(select(func.max(gc_runs.c.time_ns)).where(gc_runs.c.store_id == row.store_id)).scalar(),
         runs=runs,
-        quotas=_read_quotas(connection, row.store_id),
+        quotas=tuple(Quota(*quota) for quota in connection.execute(select(*columns).where(quotas.c.store_id == row.store_id))),
         refs=_read_refs(connection, row.store_id, before),
     )
 
@@ -121,11 +122,6 @@ def _read_refs(connection: Connection, store_id: int, before: Mapping[str, RefSt
 def _newest_duration(connection: Connection, store_id: int, ref: str) -> int | None:
     newest = select(snapshots.c.duration_ns).where(snapshots.c.ref == ref, snapshots.c.store_id == store_id)
     return connection.execute(newest.order_by(snapshots.c.id.desc()).limit(1)).scalar()
-
-
-def _read_quotas(connection: Connection, store_id: int) -> tuple[Quota, ...]:
-    columns = (quotas.c.glob, quotas.c.warn_bytes, quotas.c.refuse_bytes, quotas.c.used_bytes)
-    return tuple(Quota(*row) for row in connection.execute(select(*columns).where(quotas.c.store_id == store_id)))
 
 
 def _count(connection: Connection, table: Table, store_id: int) -> int:

@@ -12,7 +12,7 @@ import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import ray.train
 import torch.distributed as dist
@@ -37,9 +37,6 @@ from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing import Checkpointer
 from tensorstore_ck.training.rank_group import ask_first_rank
 from tensorstore_ck.training.resume_search import DAMAGES
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 UNPINNED: Final = 2
 """How many snapshots the policy of the ref keeps: the newest one is pinned when Ray has its folder."""
@@ -90,8 +87,13 @@ def report(metrics: Mapping[str, Any], state: object, *, store: Store, ref: str,
         options.pop("validation", None)  # of the checkpoint, which the first worker reports
         ray.train.report(dict(metrics), checkpoint=None, **options)
         return snapshot
-    if is_limited:
-        _free_dropped(store, ref)
+    if is_limited and sum(removal.ref == ref for removal in store.forgotten()) >= DROPPED:
+        try:
+            store.free_dropped(ref)
+        except StoreError as exc:
+            warnings.warn(
+                f"the snapshots that the policy of {ref!r} dropped still take space: {exc}; a later save tries again", stacklevel=2
+            )
     before = ray.train.get_checkpoint()
     with tempfile.TemporaryDirectory(prefix="tsck-") as folder:
         write_pointer(Path(folder), SnapshotPointer(store.url, snapshot.root))
@@ -150,7 +152,7 @@ def restore(state: object, *, store: Store, ref: str) -> Snapshot | None:
     return newest
 
 
-def _restore_named(root: str, state: object, store: Store, ref: str, group: "ProcessGroup | None") -> Snapshot:
+def _restore_named(root: str, state: object, store: Store, ref: str, group: "dist.ProcessGroup | None") -> Snapshot:
     def name() -> bytes:
         if ref not in store.branches():
             return root.encode()
@@ -171,7 +173,7 @@ def _restore_named(root: str, state: object, store: Store, ref: str, group: "Pro
     return store.resolve(root)
 
 
-def _require_worker(store: Store) -> "ProcessGroup | None":
+def _require_worker(store: Store) -> "dist.ProcessGroup | None":
     """The group of all workers."""
     if not isinstance(store, Store):
         raise InvalidOptionError(f"store= must be an open store, such as tsck.open('/data/ckpt'), not {store!r}", object_id="store")
@@ -185,22 +187,13 @@ def _require_worker(store: Store) -> "ProcessGroup | None":
     return dist.group.WORLD if ranks > 1 else None
 
 
-def _numbers(metrics: Mapping[str, Any], store: Store, group: "ProcessGroup | None") -> dict[str, float]:
+def _numbers(metrics: Mapping[str, Any], store: Store, group: "dist.ProcessGroup | None") -> dict[str, float]:
     """The metrics of the first worker, as in Ray."""
 
     def numbers() -> bytes:
         return json.dumps({name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}).encode()
 
     return dict(parse_json(ask_first_rank(store, group, "the metrics of the first worker", numbers)))
-
-
-def _free_dropped(store: Store, ref: str) -> None:
-    if sum(removal.ref == ref for removal in store.forgotten()) < DROPPED:
-        return
-    try:
-        store.free_dropped(ref)
-    except StoreError as exc:
-        warnings.warn(f"the snapshots that the policy of {ref!r} dropped still take space: {exc}; a later save tries again", stacklevel=3)
 
 
 def pin_reported(store: Store, checkpoint: Checkpoint, address: str) -> None:

@@ -279,13 +279,9 @@ class SnapshotManager(CheckpointManager):  # type: ignore[misc]
         restored = self._training(restores=True).restore(self._store, address, group=self._group, parts=parts)
         if restored is None:
             raise NotFoundError(f"there is no snapshot {address!r} in {self._store.url}", object_id=address)
-        if not weights_only:
-            self._lend_generator()
-
-    def _lend_generator(self) -> None:
-        """An iterator over a loader draws a number when it is made, which the restored generators had drawn before they were saved."""
-        loader = self.states[DATALOADER]
+        loader = None if weights_only else self.states[DATALOADER]
         if isinstance(loader, DataLoader) and loader.generator is None:
+            # an iterator over a loader draws a number when it is made, which the restored generators had drawn before they were saved
             loader.generator, self._lent = torch.Generator(), loader
 
     def _load_initial(self, step: int) -> bool:

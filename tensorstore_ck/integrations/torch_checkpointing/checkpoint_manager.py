@@ -12,9 +12,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
 
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, MismatchError, NotFoundError, StoreError
@@ -34,10 +36,6 @@ from tensorstore_ck.store import Store
 from tensorstore_ck.training.checkpointing.dropped_snapshots import DroppedSnapshots
 from tensorstore_ck.training.rank_group import ask_first_rank
 from tensorstore_ck.training.resume_search import ResumeSearch
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-    from torch.optim import Optimizer
 
 NOTE: Final = "torch_checkpointing"
 """Key in a snapshot's metadata."""
@@ -76,7 +74,7 @@ class CheckpointManager:
         store: Store | str | os.PathLike[str],
         ref: str,
         keep: Mapping[str, object] | None = None,
-        changed_by: "Optimizer | Sequence[Optimizer]" = (),
+        changed_by: Optimizer | Sequence[Optimizer] = (),
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         """All ranks create one with the same arguments.
@@ -115,7 +113,7 @@ class CheckpointManager:
         self.close() if kind is None else None
 
     @property
-    def _group(self) -> "ProcessGroup | None":
+    def _group(self) -> "dist.ProcessGroup | None":
         """Also of one rank, which may have DTensors."""
         return all_ranks(also_one=True)
 
@@ -152,15 +150,15 @@ class CheckpointManager:
             "rank_state": own,
             "timeout_seconds": self._timeout_seconds,
         }
-        if not self._specs.asynchronous:
+        if self._specs.asynchronous:
+            self._pending = self._store.put_snapshot_async(state, changed_by=self._changed_by, **options)
+        else:
             self._store.put_snapshot(state, **options)
-            self._note_save()
-            return None
-        self._pending = self._store.put_snapshot_async(state, changed_by=self._changed_by, **options)
-        self._note_save()
-        return future_of(self._pending)
+        if self._dropped is not None:
+            self._dropped.note_save()
+        return None if self._pending is None else future_of(self._pending)
 
-    def _sides(self, checkpoint_id: str, checkpoint: Mapping[str, Any], group: "ProcessGroup | None") -> tuple[Any, Any, int | None]:
+    def _sides(self, checkpoint_id: str, checkpoint: Mapping[str, Any], group: "dist.ProcessGroup | None") -> tuple[Any, Any, int | None]:
         """The items that all ranks have in common, and this rank's own, with the step. A failure here is raised on all ranks."""
 
         def step() -> int | None:
@@ -180,10 +178,6 @@ class CheckpointManager:
         payload: Any = {**checkpoint}
         own = [[list(path), leaf] for path, leaf in rank_items.leaves(payload) if path in paths]
         return rank_items.without(payload, paths), {"own": own}, common_step
-
-    def _note_save(self) -> None:
-        if self._dropped is not None:
-            self._dropped.note_save()
 
     def _finish_pending(self) -> None:
         pending, self._pending = self._pending, None

@@ -11,9 +11,10 @@ import copy
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
+import torch.distributed as dist
 from blake3 import blake3
 from torch import nn
 
@@ -24,16 +25,11 @@ from tensorstore_ck.session.group.rank_kinds import encode_kind
 from tensorstore_ck.state import Box, Boxes, FlatShard
 from tensorstore_ck.state.boxes import is_checkpointable
 from tensorstore_ck.state.capture import capture
+from tensorstore_ck.store import Store
 from tensorstore_ck.store.internals import groups_of
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from tensorstore_ck.store import Store
 
 Path = tuple[Any, ...]
 Leaves = dict[Path, Any]
-_TITLE: Final = "what ranks have of a checkpoint"
 _GONE: Final = object()
 
 
@@ -66,7 +62,7 @@ def digest(path: Path, leaf: object) -> bytes:
     return hasher.digest(16)
 
 
-def find_own(store: "Store", group: "ProcessGroup", prepare: Callable[[], tuple[Leaves, Any]], timeout: float) -> tuple[set[Path], Any]:
+def find_own(store: Store, group: "dist.ProcessGroup", prepare: Callable[[], tuple[Leaves, Any]], timeout: float) -> tuple[set[Path], Any]:
     """The paths of this rank's own leaves, and what rank 0 says to all. All ranks call it, and wait `timeout` seconds for the others.
 
     `prepare` returns the leaves of this rank that may be its own, and what it says; an error in it is raised on all ranks.
@@ -90,7 +86,7 @@ def find_own(store: "Store", group: "ProcessGroup", prepare: Callable[[], tuple[
     def execute(go: Body) -> None:
         outcome.extend([{paths[bytes(key)] for key in take(go, "own", list) if bytes(key) in paths}, go["said"]])
 
-    groups_of(store).of(group)[0].meet(_TITLE, propose, compare, execute, timeout=timeout)
+    groups_of(store).of(group)[0].meet("what ranks have of a checkpoint", propose, compare, execute, timeout=timeout)
     own, common = outcome
     return own, common
 

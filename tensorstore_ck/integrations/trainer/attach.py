@@ -24,6 +24,15 @@ def all_ranks(*, also_one: bool = False) -> "dist.ProcessGroup | None":
     return dist.group.WORLD
 
 
+class NativeNames:
+    """A base of mixins."""
+
+    @property
+    def _native(self) -> Any:
+        """The same object; to type checkers one that may have the private names of the trainer's class."""
+        return self
+
+
 def register_attributes(cls: type[Any], name: str) -> None:
     """Lets states hold objects of a class, by their attributes. As pickle does, a load does not call `__init__`."""
 

@@ -4,13 +4,11 @@ A process that resumes behind the first pass would draw these numbers in a later
 """
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from tensorstore_ck.training import random_generators
-
-INNER: Final = ("sampler", "batch_sampler", "_sampler")
 
 
 def has_begun(loader: Any) -> bool:
@@ -55,7 +53,7 @@ def samplers_of(loader: Any) -> Iterator[Any]:
             continue
         seen.add(id(sampler))
         yield sampler
-        inner += [below for name in INNER if (below := getattr(sampler, name, None)) is not None]
+        inner += [below for name in ("sampler", "batch_sampler", "_sampler") if (below := getattr(sampler, name, None)) is not None]
         if sampler is not loader and is_wrapper(sampler):  # the dataset of the loader itself is the user's
             inner.append(sampler.dataset)
 

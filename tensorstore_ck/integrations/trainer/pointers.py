@@ -9,18 +9,15 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from tensorstore_ck.common.foreign_text import parse_json
 from tensorstore_ck.common.replace_file import replace_file
 from tensorstore_ck.errors import InputError, InvalidNameError, MismatchError, NotFoundError, StoreError
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.session.save import PendingSnapshot
+from tensorstore_ck.store import ReadOnlyStore
 from tensorstore_ck.training.checkpointing.pending_saves import saved_by
-
-if TYPE_CHECKING:
-    from tensorstore_ck.log.snapshot import Snapshot
-    from tensorstore_ck.store import ReadOnlyStore
 
 MAX_BYTES: Final = 1 << 16
 """A longer file is no pointer."""
@@ -52,18 +49,7 @@ class SnapshotPointer(NamedTuple):
             reason = str(exc)
         raise InputError(f"{path} does not name a snapshot: {reason}. Resume from the store by ref@step", object_id=path)
 
-    def require_store(self, url: str, path: str) -> None:
-        """Checks that the pointer at `path` fits the store at `url`. A root is the same snapshot anywhere.
-
-        Raises:
-            MismatchError: it names a step of another store.
-        """
-        if self.store != url and "@" in self.address:
-            raise MismatchError(
-                f"{path} names a snapshot of {self.store}, and this Trainer's store is {url}: pass ref@step of this store", object_id=path
-            )
-
-    def address_in(self, store: "ReadOnlyStore", path: str) -> str:
+    def address_in(self, store: ReadOnlyStore, path: str) -> str:
         """The address in `store` of the snapshot that the pointer at `path` names.
 
         A root becomes an address through its ref, if there is one: a run that restores it continues the ref.
@@ -72,7 +58,11 @@ class SnapshotPointer(NamedTuple):
             MismatchError: it names a step of another store.
             NotFoundError: its save was never published, and another process has saved that step.
         """
-        self.require_store(store.url, path)
+        if self.store != store.url and "@" in self.address:  # a root is the same snapshot anywhere
+            raise MismatchError(
+                f"{path} names a snapshot of {self.store}, and this Trainer's store is {store.url}: pass ref@step of this store",
+                object_id=path,
+            )
         try:
             snapshot = store.resolve(self.address)
         except NotFoundError:
@@ -87,7 +77,7 @@ class SnapshotPointer(NamedTuple):
         return self.address if through_ref == snapshot.root else through_ref
 
 
-def address_through_ref(store: "ReadOnlyStore", snapshot: "Snapshot", ref: str, back: int = 0) -> str:
+def address_through_ref(store: ReadOnlyStore, snapshot: Snapshot, ref: str, back: int = 0) -> str:
     """An address of a snapshot through a branch, so that a run that restores it continues the branch; its root, if there is none.
 
     `back`: how many parents it may be behind the branch's newest snapshot, if it has no step of its own.
@@ -100,15 +90,13 @@ def address_through_ref(store: "ReadOnlyStore", snapshot: "Snapshot", ref: str, 
     return snapshot.root
 
 
-def note_at(store: "ReadOnlyStore", root: str, key: str) -> dict[str, Any]:
+def note_at(store: ReadOnlyStore, root: str, key: str) -> dict[str, Any]:
     """The note under `key` in a snapshot's metadata, where an adapter saved one; empty if it did not."""
     note = store.metadata(root).get(key)
     return note if isinstance(note, dict) else {}
 
 
-def newest_noted(
-    store: "ReadOnlyStore", ref: str, key: str, entry: tuple[str, str], steps: Sequence[int | None] | None = None
-) -> str | None:
+def newest_noted(store: ReadOnlyStore, ref: str, key: str, entry: tuple[str, str], steps: Sequence[int | None] | None = None) -> str | None:
     """The address of a branch's newest snapshot whose note under `key` has an `entry`, name and value; None: there is none.
 
     `steps`: read the notes of snapshots with these steps only.
@@ -124,7 +112,7 @@ def newest_noted(
     return None
 
 
-def is_there(store: "ReadOnlyStore", address: str) -> bool:
+def is_there(store: ReadOnlyStore, address: str) -> bool:
     """Whether there is a snapshot at an address."""
     try:
         store.resolve(address)

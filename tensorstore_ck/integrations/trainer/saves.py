@@ -5,7 +5,8 @@ import shlex
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+
+import torch.distributed as dist
 
 from tensorstore_ck.errors import ConflictError, NotFoundError, StoreError
 from tensorstore_ck.integrations.trainer.pointers import read_pointer
@@ -17,9 +18,6 @@ from tensorstore_ck.training import TrainingState
 from tensorstore_ck.training.checkpointing import Checkpointer, Trigger
 from tensorstore_ck.training.checkpointing.triggers import TriggerContext
 from tensorstore_ck.training.rank_group import ask_first_rank
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class Always(Trigger):
@@ -41,22 +39,18 @@ def new_checkpointer(
     ref: str,
     *,
     argument: str,
-    group: "ProcessGroup | None",
+    group: "dist.ProcessGroup | None",
     keep: Mapping[str, object] | None,
     asynchronous: bool,
 ) -> Checkpointer:
-    """For a trainer that decides itself when to save. What the policy drops is freed while the run goes on.
-
-    Raises:
-        ConflictError: see `require_own_ref`.
-    """
+    """For a trainer that decides itself when to save. What the policy drops is freed while the run goes on. Raises as `require_own_ref`."""
     require_own_ref(store, ref, argument)
     return Checkpointer(
         store, training, ref=ref, when=Always(), keep=keep, free_dropped=keep is not None, asynchronous=asynchronous, group=group
     )
 
 
-def published_or_newest(store: Store, given: str | bool | None, ref: str, group: "ProcessGroup | None") -> str | bool | None:
+def published_or_newest(store: Store, given: str | bool | None, ref: str, group: "dist.ProcessGroup | None") -> str | bool | None:
     """Returns `given`, or True, which means the newest snapshot, for a folder that a kill left before its save was published.
 
     Only if the newest is of an earlier step: else the folder is of a part of the run that was trained again.

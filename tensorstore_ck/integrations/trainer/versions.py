@@ -1,4 +1,4 @@
-"""Which versions of a package an adapter supports, and whether the names that it uses are as they were."""
+"""Which versions of a package an adapter supports, and whether the names that it uses are as they were: if not, a `MissingExtraError`."""
 
 import inspect
 import re

@@ -7,7 +7,7 @@ and weights in ``layer_NN-model_states.pt``. Names and sizes in them are checked
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Final, NoReturn
@@ -94,41 +94,42 @@ def is_tag_folder(path: str) -> bool:
 
 
 def read_files(files: Files, folder: Folder, known: PickleAllowlist) -> DeepSpeedFiles:
-    """Reads all files of a tag; tensors stay in them.
-
-    Raises:
-        CorruptObjectError: a file is missing or damaged, or they do not fit each other.
-        UnsupportedValueError: it is of a kind that is not imported.
-    """
+    """Reads all files of a tag; tensors stay in them."""
     names = folder.names()
     _refuse_kinds(folder, names)
-    reader = _Reader(files, folder, known)
+    unknown: dict[str, str] = {}
+
+    def read(name: str) -> dict[str, Any]:
+        loaded = load_file(files, folder=folder, name=name, known=known, unknown=unknown)
+        if not isinstance(loaded, dict):
+            raise MalformedError(f"{name} has no dict")
+        return loaded
+
     with naming_file(folder.path, KIND):
-        first = _read_stage(reader, names, 0)
-        layers = {int(match[1]): reader.read(name) for name in names if (match := LAYER.fullmatch(name))}
+        first = _read_stage(folder, read, names, 0)
+        layers = {int(match[1]): read(name) for name in names if (match := LAYER.fullmatch(name))}
         if layers and first.experts.weights:
             unsupported(folder, "experts in a pipeline")
         count = shown(first.model.get("mp_world_size", 1))
         if not layers and count != "1":
             unsupported(folder, f"tensor parallelism over {count} ranks")
         if not layers:
-            return replace(first, unknown=reader.unknown)
+            return replace(first, unknown=unknown)
         dimensions = first.model.get("checkpoint_parallel_dimensions")
         if isinstance(dimensions, dict) and shown(dimensions.get("tp_degree", 1)) != "1":
             unsupported(folder, "a pipeline with tensor parallelism")
         if not count.isdecimal() or not 0 < int(count) <= 10_000:
             raise MalformedError("it has no mp_world_size")
-        stages = [first, *(_read_stage(reader, names, stage) for stage in range(1, int(count)))]
+        stages = [first, *(_read_stage(folder, read, names, stage) for stage in range(1, int(count)))]
         _require_alike([stage.model for stage in stages], "stages", with_shapes=False)
         skipped = [row for stage in stages for row in stage.skipped]
         left = [name for name in names if (match := MODEL.fullmatch(name) or OPTIMIZER.fullmatch(name)) and int(match[2]) >= int(count)]
         skipped += [(name, f"the checkpoint is of {count} stages, so this is left over from a save of more") for name in left]
-    return replace(first, unknown=reader.unknown, layers=layers, stages=stages, skipped=tuple(skipped))
+    return replace(first, unknown=unknown, layers=layers, stages=stages, skipped=tuple(skipped))
 
 
-def _read_stage(reader: "_Reader", names: Sequence[str], stage: int) -> DeepSpeedFiles:
+def _read_stage(folder: Folder, read: Callable[[str], dict[str, Any]], names: Sequence[str], stage: int) -> DeepSpeedFiles:
     """The files of one stage of a pipeline; of the first one all files, if there are no stages."""
-    folder = reader.folder
     models_found = [match for name in names if (match := MODEL.fullmatch(name)) and int(match[2]) == stage]
     of_ranks = {int(match[1]): match[0] for match in models_found if match[1] is not None}
     shared = [match[0] for match in models_found if match[1] is None]
@@ -138,25 +139,25 @@ def _read_stage(reader: "_Reader", names: Sequence[str], stage: int) -> DeepSpee
         raise MalformedError(f"it has {shared[0]} of ZeRO 0 to 2 and {of_ranks[min(of_ranks)]} of ZeRO 3: two saves are mixed")
     if not of_ranks and not shared:
         raise MalformedError(f"it lacks mp_rank_{stage:02}_model_states.pt, which has the weights and counters")
-    first = reader.read(shared[0] if shared else of_ranks[min(of_ranks)])
+    first = read(shared[0] if shared else of_ranks[min(of_ranks)])
     world = first.get("dp_world_size")
     if type(world) is not int or not 0 < world <= 1_000_000:
         raise MalformedError("it has no dp_world_size")
     if shared:
         models = [first]
     else:
-        models = [reader.read(name) for name in _of_all_ranks(of_ranks, world, f"zero_pp_rank_{{}}_mp_rank_{stage:02}_model_states.pt")]
-    experts = read_experts(names, first.get("num_experts"), reader.read)
+        models = [read(name) for name in _of_all_ranks(of_ranks, world, f"zero_pp_rank_{{}}_mp_rank_{stage:02}_model_states.pt")]
+    experts = read_experts(names, first.get("num_experts"), read)
     if experts.weights and first.get("ds_autoep_layers") is not None:
         unsupported(folder, "experts of AutoEP")
-    expert_optimizers = [reader.read(name) for name in _of_ep_ranks(names)] if experts.weights else []
+    expert_optimizers = [read(name) for name in _of_ep_ranks(names)] if experts.weights else []
     if experts.weights and first.get("optimizer") is not None and not expert_optimizers:
         raise MalformedError("it lacks expp_rank_0_mp_rank_00_optim_states.pt, which has the optimizer")
     optimizers = []
     if optimizer_names or (first.get("param_shapes") is not None and not is_universal):
         prefix = next(iter(optimizer_names.values()), ZERO).partition(ZERO)[0]
         form = f"{prefix}zero_pp_rank_{{}}_mp_rank_{stage:02}_optim_states.pt"
-        optimizers = [reader.read(name) for name in _of_all_ranks(optimizer_names, world, form)]
+        optimizers = [read(name) for name in _of_all_ranks(optimizer_names, world, form)]
     _require_alike(models, "ranks")
     extra = {rank: name for numbered in (of_ranks, optimizer_names) for rank, name in numbered.items() if rank >= world}
     why = f"the checkpoint is of {world} ranks, so this is left over from a save of more"
@@ -225,26 +226,14 @@ def unsupported(folder: Folder, what: str) -> NoReturn:
     )
 
 
-class _Reader:
-    def __init__(self, files: Files, folder: Folder, known: PickleAllowlist) -> None:
-        self._files, self.folder, self._known = files, folder, known
-        self.unknown: dict[str, str] = {}
-
-    def read(self, name: str) -> dict[str, Any]:
-        loaded = load_file(self._files, folder=self.folder, name=name, known=self._known, unknown=self.unknown)
-        if not isinstance(loaded, dict):
-            raise MalformedError(f"{name} has no dict")
-        return loaded
-
-
 def load_file(files: Files, folder: Folder, name: str, known: PickleAllowlist, unknown: dict[str, str]) -> Any:
     """The object in a torch file of a folder; adds names that are not allowed to `unknown`."""
     file = files.map(folder.join(name))
     if not is_torch_file(file):
         raise MalformedError(f"{name} is no file of torch.save, or is cut off")
-    loaded = load_torch_file(files, file, known)
-    unknown.update(dict.fromkeys(loaded.unknown, file.path))
-    return loaded.value
+    value, names = load_torch_file(files, file, known)
+    unknown.update(names)
+    return value
 
 
 # --- what a foreign file says, checked ------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ Parts of ranks are put together block by block while the store reads them. The g
 import os
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
@@ -64,15 +64,6 @@ _OWN_KEYS: Final = frozenset(
 _NOT_SAVED: Final = {"data_sampler": "the position of curriculum learning", "random_ltd": "the schedule of random layer-token drop"}
 
 
-class DeepSpeedContent(NamedTuple):
-    """The content of such a folder."""
-
-    found: FoundState
-    ranks: int
-    """How many ranks had a part of it."""
-    config: dict[Any, Any]
-
-
 def find_tag_folder(folder: Folder, names: Sequence[str]) -> str | None:
     """The folder of the tag that is imported: this one, or that which its ``latest`` names; None: this is no folder of DeepSpeed.
 
@@ -110,13 +101,8 @@ def find_tag_folder(folder: Folder, names: Sequence[str]) -> str | None:
     return None
 
 
-def load_deepspeed(files: Files, tag_folder: str, known: PickleAllowlist) -> DeepSpeedContent:
-    """The state in the folder of a tag.
-
-    Raises:
-        CorruptObjectError: it is damaged, incomplete or inconsistent.
-        UnsupportedValueError: it is of a kind that is not imported.
-    """
+def load_deepspeed(files: Files, tag_folder: str, known: PickleAllowlist) -> tuple[FoundState, int, dict[Any, Any]]:
+    """The state in the folder of a tag; how many ranks had a part of it; and DeepSpeed's configuration."""
     read = read_files(files, Folder(tag_folder), known)
     with naming_file(tag_folder, KIND):
         state, step = _State(files, read, known).build()
@@ -125,7 +111,7 @@ def load_deepspeed(files: Files, tag_folder: str, known: PickleAllowlist) -> Dee
     skipped = [(name, f"{what}, which is not imported") for name, what in _NOT_SAVED.items() if read.model.get(name) is not None]
     note = {"tag": os.path.basename(tag_folder), "version": read.version}
     config = read.model.get("ds_config")
-    return DeepSpeedContent(
+    return (
         FoundState(format=KIND, state=state, metadata={NOTE: note}, unknown=read.unknown, step=step, skipped=(*read.skipped, *skipped)),
         read.model["dp_world_size"] * max(len(read.stages), 1),
         config if isinstance(config, dict) else {},

@@ -47,10 +47,6 @@ class FoundParameter:
     """Its master weights, and those states of the optimizer that have a number for each element."""
     scalars: dict[str, Any] = field(default_factory=dict)
 
-    def masters(self) -> list[ElementRun]:
-        """Its master weights."""
-        return self.runs.get(MASTER, [])
-
 
 class FoundOptimizer(NamedTuple):
     """An optimizer by the names of its parameters."""
@@ -128,12 +124,14 @@ def _spread(read: DeepSpeedFiles, group: Shapes, index: int, ranks: Sequence[_Ra
 
 def _of_group(read: DeepSpeedFiles, group: Shapes, index: int, ranks: Sequence[_Rank]) -> list[FoundParameter]:
     if _STAGE_3 in ranks[0].saved:
-        places = list(_cut_each(group, index, ranks))
-        sizes = [flat.numel() for flat in (rank.flats[index] for rank in ranks)]
+        places = _cut_each(group, index, ranks)
+        sizes = [rank.flats[index].numel() for rank in ranks]
     else:
         places, part = _cut_together(group, index, ranks, _alignments(ranks[0].saved, index, len(group)))
         sizes = [max(part, rank.flats[index].numel() + _padding(rank.saved, index)) for rank in ranks]
-        if not _has_round_robin(read.model):
+        config = read.model.get("ds_config")
+        options = config.get("zero_optimization") if isinstance(config, dict) else None
+        if not isinstance(options, dict) or options.get("round_robin_gradients") is not True:
             _require_mapped(places, index, ranks)
     return _with_states(group, index=index, ranks=ranks, places=places, sizes=sizes)
 
@@ -192,11 +190,16 @@ def _cut_together(shapes: Shapes, index: int, ranks: Sequence[_Rank], paddings: 
             if first < end:
                 places.append(_Place(name, rank=rank, start=first - offset, offset=first - rank * part, size=end - first))
         offset += size + padding
-    _require_held(places, held, index)
+    for place in places:
+        if place.offset + place.size > held[place.rank]:
+            raise MalformedError(
+                f"rank {place.rank} holds {held[place.rank]} elements of group {index}, and {printable(place.name, 80)} needs those "
+                f"from {place.offset} to {place.offset + place.size}"
+            )
     return places, part
 
 
-def _cut_each(shapes: Shapes, index: int, ranks: Sequence[_Rank]) -> Iterable[_Place]:
+def _cut_each(shapes: Shapes, index: int, ranks: Sequence[_Rank]) -> list[_Place]:
     """ZeRO 3."""
     offset = 0
     places = []
@@ -212,15 +215,6 @@ def _cut_each(shapes: Shapes, index: int, ranks: Sequence[_Rank]) -> Iterable[_P
         if flat.numel() != offset:
             raise MalformedError(f"rank {number} holds {flat.numel()} elements of group {index}, whose parameters need {offset}")
     return places
-
-
-def _require_held(places: Iterable[_Place], held: Sequence[int], index: int) -> None:
-    for place in places:
-        if place.offset + place.size > held[place.rank]:
-            raise MalformedError(
-                f"rank {place.rank} holds {held[place.rank]} elements of group {index}, and {printable(place.name, 80)} needs those "
-                f"from {place.offset} to {place.offset + place.size}"
-            )
 
 
 def _require_mapped(places: Iterable[_Place], index: int, ranks: Sequence[_Rank]) -> None:
@@ -258,12 +252,6 @@ def _padding(saved: Mapping[str, Any], index: int) -> int:
     paddings = saved.get("group_paddings")
     padding = paddings[index] if isinstance(paddings, list) and index < len(paddings) else 0
     return padding if type(padding) is int else 0
-
-
-def _has_round_robin(model: Mapping[str, Any]) -> bool:
-    config = model.get("ds_config")
-    options = config.get("zero_optimization") if isinstance(config, dict) else None
-    return isinstance(options, dict) and options.get("round_robin_gradients") is True
 
 
 # --- states ---------------------------------------------------------------------------------------------------------------

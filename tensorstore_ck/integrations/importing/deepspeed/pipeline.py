@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from tensorstore_ck.integrations.deepspeed_names import MASTER
 from tensorstore_ck.integrations.importing.deepspeed.files import DeepSpeedFiles, Shapes, dict_of, list_of, same_elements
 from tensorstore_ck.integrations.importing.deepspeed.partitions import FoundParameter
 from tensorstore_ck.integrations.importing.malformed import MalformedError, printable
@@ -99,4 +100,4 @@ def _has(layer: Mapping[str, Any], name: str, parameter: FoundParameter) -> bool
     if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != parameter.shape:
         return False
     flat = tensor.detach().reshape(-1)
-    return all(same_elements(flat[run.start : run.stop], run.elements) for run in parameter.masters())
+    return all(same_elements(flat[run.start : run.stop], run.elements) for run in parameter.runs.get(MASTER, []))

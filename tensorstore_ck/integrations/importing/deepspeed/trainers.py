@@ -57,42 +57,30 @@ def is_accelerate(names: Sequence[str]) -> bool:
 
 
 def load_trainer(files: Files, folder: Folder, names: Sequence[str], tag_folder: str, known: PickleAllowlist) -> FoundState:
-    """The state in a folder of transformers' Trainer.
-
-    Raises:
-        CorruptObjectError: it is damaged, incomplete or inconsistent.
-        UnsupportedValueError: DeepSpeed's folder is of a kind that is not imported.
-    """
-    trained = trainer_folder.read_trainer_state(files, folder)
-    known.parsed_bytes += trained.size_bytes
+    """The state in a folder of transformers' Trainer."""
+    _, step = trainer_folder.read_trainer_state(files, folder, known)
     own = _Folder(files, folder=folder, names=names, tag_folder=tag_folder, known=known)
     with naming_file(folder.path, KIND):
-        steps, config = own.found.step, own.config
-        if steps != trained.step and config.get("gradient_accumulation_steps") == 1:
+        if own.found.step != step and own.config.get("gradient_accumulation_steps") == 1:
             tag = os.path.basename(tag_folder)
-            raise MalformedError(f"{tag} is of step {steps} and {trainer_folder.STATE} of step {trained.step}: two saves are mixed")
+            raise MalformedError(f"{tag} is of step {own.found.step} and {trainer_folder.STATE} of step {step}: two saves are mixed")
         own.require_same_weights()
         schedule = own.load("scheduler.pt") if "scheduler.pt" in names else None
         pattern = "rng_state.pth" if own.ranks == 1 else "rng_state_{}.pth"
         values = {
             TRAINER_STATE: bytes(files.map(folder.join(trainer_folder.STATE)).data).decode("utf-8", "replace"),
             TRAINER_LOSS: torch.zeros(()),
-            TRAINER_LOGGED: trained.step,
+            TRAINER_LOGGED: step,
         }
         generators = [generators_of(states, OF_TRANSFORMERS, name) for name, states in own.of_ranks(pattern, OF_TRANSFORMERS)]
         small = trainer_folder.read_model_files(files, folder, [name for name in names if name not in _SCRIPTS])
     own.taken |= {trainer_folder.STATE, *small}
     kind = "checkpoint folder of transformers' Trainer with DeepSpeed"
-    return own.finish(kind, schedule, {MODEL_FILES: small}, generators=generators, values=values, step=trained.step)
+    return own.finish(kind, schedule, {MODEL_FILES: small}, generators=generators, values=values, step=step)
 
 
 def load_accelerate(files: Files, folder: Folder, names: Sequence[str], tag_folder: str, known: PickleAllowlist) -> FoundState:
-    """The state in a folder of accelerate's ``save_state``.
-
-    Raises:
-        CorruptObjectError: it is damaged, incomplete or inconsistent.
-        UnsupportedValueError: it has several engines, or something that only its own code could read.
-    """
+    """The state in a folder of accelerate's ``save_state``, with one engine and nothing that only its own code could read."""
     _require_one_engine(folder, names, tag_folder)
     own = _Folder(files, folder=folder, names=names, tag_folder=tag_folder, known=known)
     named = _NUMBERED.fullmatch(os.path.basename(folder.path))
@@ -106,7 +94,7 @@ def load_accelerate(files: Files, folder: Folder, names: Sequence[str], tag_fold
             LOADERS: [{**_OWN_LOADER, "loader": state} for state in own.numbered("dl_state_dict", ".bin")],
             **{name: state for name, state in customs.items() if name not in modules},
         }
-        ranks = [(name, states) for name, states in own.of_ranks("random_states_{}.pkl", OF_ACCELERATE, more=("step",))]
+        ranks = own.of_ranks("random_states_{}.pkl", OF_ACCELERATE, more=("step",))
         steps = {_count(states.get("step", 0), name) for name, states in ranks} or {0}
         if len(steps) > 1:
             raise MalformedError(f"its random_states are of different steps ({', '.join(map(str, sorted(steps)))}): two saves are mixed")

@@ -38,8 +38,7 @@ class UniversalReader:
     def read(self) -> FoundOptimizer:
         """The optimizer. Raises `MalformedError` if it is incomplete or `CorruptObjectError` if a file is damaged."""
         saved = dict_of(self._load(OPTIMIZER_STATE), OPTIMIZER_STATE)
-        model = self._found.model
-        shapes = [shapes_of(group, "param_shapes") for group in list_of(model.get("param_shapes"), "param_shapes")]
+        shapes = [shapes_of(group, "param_shapes") for group in list_of(self._found.model.get("param_shapes"), "param_shapes")]
         inner = saved.get("optimizer_state_dict")  # of ZeRO 3
         inner = inner if isinstance(inner, dict) else {}
         states = inner.get("state")

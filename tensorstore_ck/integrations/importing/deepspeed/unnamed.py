@@ -37,13 +37,13 @@ def optimizer_without_names(saved: Mapping[str, Any], weights: Mapping[str, torc
         masters = [list_of(group, "fp32_groups") for group in list_of(saved["fp32_groups"], "fp32_groups", len(groups))]
         members = [[_take(left, flat_of(tensor, "a master"), tuple(tensor.shape)) for tensor in group] for group in masters]
         parameters = [
-            [_of_one(*member, states.get(index, {})) for member, index in zip(group, _same_length(own, group), strict=True)]
+            [_of_one(*member, states.get(index, {})) for member, index in zip(group, list_of(own, "params", len(group)), strict=True)]
             for group, own in zip(members, indexes, strict=True)
         ]
     elif "fp32_groups_flat" in saved:
         flats = list_of(saved["fp32_groups_flat"], "fp32_groups_flat", len(groups))
         parameters = [
-            list(_of_flat(left, flat_of(flat, "masters"), states.get(_same_length(own, [0])[0], {})))
+            list(_of_flat(left, flat_of(flat, "masters"), states.get(list_of(own, "params", 1)[0], {})))
             for flat, own in zip(flats, indexes, strict=True)
         ]
     else:
@@ -62,8 +62,7 @@ def _take(left: dict[str, torch.Tensor], master: torch.Tensor, shape: tuple[int,
     for name, weights in left.items():
         size = weights.numel()
         if (shape is None or tuple(weights.shape) == shape) and 0 < size <= master.numel() and same_elements(weights, master[:size]):
-            own_shape = tuple(left.pop(name).shape)
-            return name, own_shape, master[:size]
+            return name, tuple(left.pop(name).shape), master[:size]
     raise MalformedError(
         f"no weights of the model equal masters of {master.numel()} elements: weights and optimizer are of different saves"
     )
@@ -130,7 +129,3 @@ def _in_order(
             )
     taken = {kind: iter(names) for kind, names in by_kind.items()}
     return [[next(taken[kind_of[index]]) for index in own] for own in indexes]
-
-
-def _same_length(own: list[Any], group: Sequence[Any]) -> list[Any]:
-    return list_of(own, "params", len(group))
