@@ -25,7 +25,7 @@ from tensorstore_ck.state.device.device_blocks import MIN_SOURCE_BYTES, DeviceBl
 from tensorstore_ck.state.device.kept_tensors import KeptSource, StoredTensors, blocks_by_tensor, kept_tensors
 from tensorstore_ck.state.device.optimizer_step_gates import StepGate, open_storages
 from tensorstore_ck.state.device.side_streams import DeviceArrival, DeviceCopies, DeviceCopy, StreamOf
-from tensorstore_ck.state.device.waited_copies import out_stream_of
+from tensorstore_ck.state.device.waited_copies import copies_of
 
 FINITE_BYTES: Final = 4 << 20
 """Numbers that a thread checks at a time. A multiple of every item's size."""
@@ -78,12 +78,8 @@ def start_copies(
 ) -> StartedCopies:
     """Copies tensors from devices; work that is queued on the current streams afterwards may overwrite them.
 
-    Args:
-        captured: The state.
-        copies: Of each tensor on a device: what makes one contiguous copy of it.
-        device_copies: Makes them.
-        copying: Gets what must have ended before the memory is reused.
-        overlap: None: no ids are computed, and that work comes after all copies.
+    `copies`: of each tensor on a device, what makes one contiguous copy of it. `copying` gets what must have ended before the memory is
+    reused. Without `overlap` no ids are computed, and that work comes after all copies.
     """
     blocks = captured.device_blocks
     if overlap is None or not isinstance(blocks, DeviceBlocks):
@@ -180,7 +176,7 @@ class ProvenArrival:
     def _hashed_again(self) -> StartedIds:
         with self._lock:
             if self._after is None:
-                self._copied.hold_streams(out_stream_of)
+                self._copied.hold_streams(lambda device: copies_of(device).out_stream)
                 self._after = self._device_blocks.start(self._captured.sources, self._blocks)
             return self._after
 

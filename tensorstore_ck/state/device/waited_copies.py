@@ -32,20 +32,16 @@ class WaitedCopies:
         self._in_windows = in_windows
         self._turn = threading.Lock()
         """One copy to the host at a time: 16 threads that waited for copies of their own had four fifths of the speed."""
-        self._out: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.out_stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        """Reads tensors."""
         self._in: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    @property
-    def out_stream(self) -> torch.cuda.Stream:
-        """The stream that reads tensors."""
-        return self._out
 
     def follow(self) -> None:
         """Later copies come after the work that is queued on the current stream of this thread. Does not wait."""
         current = torch.cuda.current_stream(self._device)
         if not current.query():
             event = current.record_event()
-            self._out.wait_event(event)
+            self.out_stream.wait_event(event)
             self._in.wait_event(event)
 
     def fetch(self, pieces: Sequence[PieceCopy]) -> memoryview:
@@ -71,7 +67,7 @@ class WaitedCopies:
 
     def _fetch_into(self, pieces: Sequence[PieceCopy], memory: torch.Tensor) -> None:
         at = 0
-        with self._turn, torch.cuda.stream(self._out):
+        with self._turn, torch.cuda.stream(self.out_stream):
             for elements, size_bytes in pieces:
                 # A lazy conjugate or negative would be resolved on the CPU, or lost, in a copy from a device.
                 elements = elements.resolve_conj().resolve_neg()
@@ -94,11 +90,6 @@ def _windows(window_bytes: int) -> Windows:
 def copies_of(device: torch.device) -> WaitedCopies:
     """The copies of a device. Pinned memory belongs to the process, so all stores that it has open share the windows."""
     return WaitedCopies(device, _windows(OUT_BYTES), _windows(IN_BYTES))
-
-
-def out_stream_of(device: torch.device) -> torch.cuda.Stream:
-    """The stream that reads tensors of a device."""
-    return copies_of(device).out_stream
 
 
 def follow(tensor: Any) -> None:
