@@ -243,11 +243,6 @@ def streams(session: Session, address: str, *, group: "ProcessGroup | DeviceMesh
     )[0]
 
 
-def open_lazily(session: Session, address: str, require_open: Callable[[], object]) -> "LazySnapshot":
-    """See `Store.open_snapshot`. `require_open` raises if the store was closed."""
-    return Restoring(session.engine, session.engine.resolve(address).info).lazy(require_open)
-
-
 def _read_together(
     session: Session,
     address: str,

@@ -179,7 +179,8 @@ def read_at_places(engine: Engine, wanted: list[WantedBlock]) -> None:
         try:
             read()
         except CorruptObjectError:
-            for pack in _packs_of(block):
+            has_bases = block.codec in CODECS_WITH_BASES
+            for pack in {place.pack for place in chain_of(_location(block))} if has_bases else {block.pack}:
                 engine.distrust(pack_name(pack))
             read()  # once more: the bytes that came may be wrong although the stored ones are right
         for whole in run if roundings and not is_rounding else ():
@@ -353,10 +354,6 @@ def _require_right_bases(place: Location) -> None:
 def _location(block: WantedBlock) -> Location:
     places = block.source.places
     return location_of(block.source.part, places.packs, places.extents, block.row)
-
-
-def _packs_of(block: WantedBlock) -> set[Ulid]:
-    return {block.pack} if block.codec not in CODECS_WITH_BASES else {place.pack for place in chain_of(_location(block))}
 
 
 def _verify(engine: Engine, block: WantedBlock, raw: memoryview, name: str) -> None:

@@ -68,8 +68,6 @@ class EncodedBlock(NamedTuple):
 
 @dataclass(slots=True, eq=False, repr=False)
 class _OpenPack:
-    """One pack that is being written."""
-
     ulid: Ulid
     writer: ObjectWriter
     reserved_bytes: int = HEADER.size
@@ -157,10 +155,6 @@ class PackWriter:
         is_there = [block in places for block in ids]
         self._meter.count("hash", sum(compress(sizes_bytes, is_there)))
         return is_there
-
-    def is_found_as(self, codec: Codec, block: Digest) -> bool:
-        """Whether a block was claimed in the store, where it has this codec."""
-        return block in self.found and self.found[block].codec == codec
 
     def add_encoded(self, blocks: Sequence[EncodedBlock]) -> None:
         """Stores encoded blocks that are not there yet; the caller has verified them. Their buffers may be reused afterwards."""

@@ -166,8 +166,6 @@ class HostSharedReads:
 
 
 class _Shared(NamedTuple):
-    """A block that several ranks want."""
-
     id: bytes
     raw: int
     fetcher: int
@@ -237,11 +235,9 @@ class _SharedWindow:
         os.pwrite(self._file, _SET, number)
 
     def is_ready(self, number: int) -> bool:
-        """Whether a block was passed on."""
         return os.pread(self._file, 1, number) == _SET
 
     def block(self, number: int) -> memoryview:
-        """The bytes of a block that is ready."""
         start = self._starts[number]
         return memoryview(self._memory)[start : start + self.blocks[number].raw]
 
@@ -250,12 +246,10 @@ class _SharedWindow:
         os.pwrite(self._file, _SET, len(self.blocks) + self._peers.index(rank))
 
     def unfinished(self) -> list[int]:
-        """The ranks that still need the window."""
         flags = os.pread(self._file, len(self._peers), len(self.blocks))
         return [rank for rank, flag in zip(self._peers, flags, strict=True) if not flag]
 
     def close(self) -> None:
-        """Unmaps the memory."""
         self._memory.close()
         os.close(self._file)
 

@@ -210,7 +210,6 @@ class Round:
         return answer
 
     def _collect(self, own: Body) -> list[Body]:
-        """The records of all ranks in this stage: see `_gather`."""
         stage = self._stage
         return [{"record": own, **self._about()}, *self._gather(stage, range(1, self._ranks)).values()]
 

@@ -36,15 +36,8 @@ class Replicator:
         piece_bytes: int = PIECE_BYTES,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """See `connect`.
-
-        Args:
-            link: Made for this replicator, with the same hosts and copies.
-            folder: Holds this rank's files, and those that it keeps for others.
-            hosts: The host of each rank.
-            copies: The number of other hosts that keep each file.
-            piece_bytes: The size of a piece; four are in memory, two to send and two to receive.
-            monotonic: The clock by which a copy is too slow.
+        """`link`: made for this replicator by `connect`, with the same hosts and copies. `folder`: of this rank's files, and of those that
+        it keeps for others. Four pieces of `piece_bytes` are in memory. `monotonic`: the clock by which a copy is too slow.
         """
         self._link = link
         self._monotonic = monotonic

@@ -146,7 +146,7 @@ class StagedSave:
             if self._publisher.gives_up_alone(later):
                 own.drop("abandoned")
 
-        later.on_drop(abandon)
+        later.on_drop = abandon
         abandon()
         try:
             self._publish_one(own)
