@@ -76,7 +76,7 @@ def choose(
         drifted = None if allow_marked or drift == "accept" else _drifted(store, history[number:])
         if drifted is None:
             return ResumeCandidate(address, name, skipped=marked, root=snapshot.root)
-        reason = _describe(store, ref=ref, address=name, snapshot=snapshot, drifted=drifted)
+        reason = _describe(store, name, snapshot, drifted)
         if drift is None:
             return ResumeCandidate(address, name, drift=reason, skipped=marked)
         marked.append((name, reason))
@@ -113,7 +113,7 @@ def _run(store: ReadOnlyStore, snapshot: Snapshot) -> tuple[object, object] | No
     return (note.get("began_ns"), note.get("resumes")) if isinstance(note, dict) else None
 
 
-def _describe(store: ReadOnlyStore, ref: str, address: str, snapshot: Snapshot, drifted: Snapshot) -> str:
+def _describe(store: ReadOnlyStore, address: str, snapshot: Snapshot, drifted: Snapshot) -> str:
     """Which tensors differ, on which ranks, and where both copies are."""
     what = f"{address} (step {snapshot.step}, {snapshot.root[:16]})"
     if drifted is snapshot:

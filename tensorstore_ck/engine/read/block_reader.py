@@ -11,7 +11,7 @@ from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Digest, Ulid, block_id
@@ -84,11 +84,8 @@ class BufferTarget(ByteTarget):
         self._view[start : start + len(data)] = data
 
 
-class ReadBlocks(Protocol):
-    """What reads verified blocks of a snapshot into their targets: `read_blocks`, or something on top of it."""
-
-    def __call__(self, engine: Engine, info: SnapshotRow, wanted: Sequence[WantedBlock], /) -> None:
-        """See `read_blocks`."""
+ReadBlocks = Callable[[Engine, SnapshotRow, Sequence[WantedBlock]], None]
+"""What reads verified blocks of a snapshot into their targets: `read_blocks`, or something on top of it."""
 
 
 def wanted_blocks(source: OpenPart, rows: range, start: int, target: ByteTarget) -> list[WantedBlock]:

@@ -138,7 +138,7 @@ def write_part(
 def open_packs(engine: Engine, known: BlockLookup, meter: SaveMeter | None = None) -> Iterator[PackWriter]:
     """A writer of blocks that are not `known`; every pack is durable when the block ends."""
     open_at_once = min(cpu_threads(), MAX_OPEN_PACKS) if engine.backend.is_local else 1
-    packs = PackWriter(engine.backend, engine.put_id, known.find, open_packs=open_at_once, meter=meter)
+    packs = PackWriter(engine.backend, engine.put_id, known.find, open_packs=open_at_once, meter=meter or SaveMeter())
     try:
         yield packs
         packs.close()

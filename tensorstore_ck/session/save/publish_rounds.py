@@ -86,7 +86,7 @@ def heal(tier: StagingTier, planned: Healing, rank: int, stop: Callable[[], obje
 
 
 class PublishRounds:
-    """The rounds in which the ranks of a group publish a staged save: see `Publisher`."""
+    """The rounds in which the ranks of a group publish a staged save: see `PublishAlone`."""
 
     is_alone = False
 
@@ -105,7 +105,7 @@ class PublishRounds:
         return status.dropped == "abandoned"
 
     def publish(self, status: SaveStatus) -> SnapshotRow | StoreError:
-        """See `Publisher`.
+        """See `PublishAlone`.
 
         Raises:
             SnapshotAbortedError: ranks did not come in any round.

@@ -8,6 +8,7 @@ mixture of two states. What has not changed since the last save is not copied at
 import threading
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 from types import MappingProxyType
@@ -125,6 +126,7 @@ def _kept(captured: CapturedState, copies: Collection[int], before: StartedIds, 
         return {}
 
 
+@dataclass(eq=False, repr=False)
 class ProvenArrival:
     """`DeviceArrival` of copies that count only if the ids of what was copied are the same before and after.
 
@@ -132,21 +134,15 @@ class ProvenArrival:
     wait for them in front of kernels of the next passes, where streams share a queue of the device.
     """
 
-    def __init__(
-        self,
-        captured: CapturedState,
-        copied: DeviceArrival,
-        before: StartedIds,
-        blocks: Sequence[TensorBlock],
-        gates: Sequence[StepGate],
-    ) -> None:
-        assert isinstance(captured.device_blocks, DeviceBlocks)
-        self._device_blocks = captured.device_blocks
-        self._captured = captured
-        self._copied = copied
-        self._before = before
-        self._blocks = blocks
-        self._gates = gates
+    captured: CapturedState
+    copied: DeviceArrival
+    before: StartedIds
+    blocks: Sequence[TensorBlock]
+    gates: Sequence[StepGate]
+
+    def __post_init__(self) -> None:
+        assert isinstance(self.captured.device_blocks, DeviceBlocks)
+        self._device_blocks = self.captured.device_blocks
         self._lock = threading.Lock()
         self._after: StartedIds | None = None
         self._changed: set[int] | None = None
@@ -158,26 +154,26 @@ class ProvenArrival:
             CaptureChangedError: a tensor changed while it was copied.
         """
         if self._changed is None:
-            self._copied.wait()
-            before = dict(zip(self._before.blocks, self._before.wait(), strict=True))
+            self.copied.wait()
+            before = dict(zip(self.before.blocks, self.before.wait(), strict=True))
             after = self._hashed_again().wait()
-            self._changed = {block.tensor for block, digest in zip(self._blocks, after, strict=True) if before[block] != digest}
-            self._captured = self._captured._replace(sources=ListedSources())
+            self._changed = {block.tensor for block, digest in zip(self.blocks, after, strict=True) if before[block] != digest}
+            self.captured = self.captured._replace(sources=ListedSources())
         if self._changed:
-            for gate in self._gates:
+            for gate in self.gates:
                 gate.distrust()
-            raise _changed_error(self._captured, self._changed)
+            raise _changed_error(self.captured, self._changed)
 
     def hold_streams(self, stream_of: StreamOf | None = None) -> None:
         """See `DeviceArrival`."""
-        self._copied.hold_streams(stream_of)
+        self.copied.hold_streams(stream_of)
         self._hashed_again().hold_streams()
 
     def _hashed_again(self) -> StartedIds:
         with self._lock:
             if self._after is None:
-                self._copied.hold_streams(lambda device: copies_of(device).out_stream)
-                self._after = self._device_blocks.start(self._captured.sources, self._blocks)
+                self.copied.hold_streams(lambda device: copies_of(device).out_stream)
+                self._after = self._device_blocks.start(self.captured.sources, self.blocks)
             return self._after
 
 
