@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
+from tensorstore_ck.common.units import listed
 from tensorstore_ck.errors import NotFoundError
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.maintenance.advise import NOTE
@@ -135,9 +136,8 @@ def _copies(store: ReadOnlyStore, drifted: Snapshot) -> list[str]:
                 continue
             with store.open_snapshot(copy.root) as stored:
                 names = stored.names()
-            more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
             lines.append(
-                f"{', '.join(map(repr, names[:MAX_NAMED]))}{more}: the snapshot {drifted.root[:16]} has the copy of rank "
+                f"{listed([*map(repr, names)], MAX_NAMED)}: the snapshot {drifted.root[:16]} has the copy of rank "
                 f"{note.get('written_by_rank')}, and rank {note.get('rank')}'s copy is at {branch} ({copy.root[:16]})"
             )
     return lines

@@ -17,6 +17,7 @@ import numpy as np
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.ids import Digest, block_id, derived_hash
 from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.common.units import listed
 from tensorstore_ck.engine.interfaces import CapturedState, Numbers, TensorBlock
 from tensorstore_ck.engine.write.write_plan import InlineTensors
 from tensorstore_ck.errors import CaptureChangedError
@@ -268,10 +269,10 @@ def require_unchanged(captured: CapturedState, changed: set[int]) -> None:
     """
     if changed:
         names = [captured.layout.tensors[number].name for number in sorted(changed)]
-        shown = ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
         raise CaptureChangedError(
-            f"{shown} changed while being captured, so the save would hold a mixture of two states: nothing was published. Save between "
-            "steps, when no thread changes the state, or leave such tensors out; verify_capture=0 turns this check off",
+            f"{listed(names, MAX_NAMED)} changed while being captured, so the save would hold a mixture of two states: nothing was "
+            "published. Save between steps, when no thread changes the state, or leave such tensors out; verify_capture=0 turns this "
+            "check off",
             object_id=names[0],
         )
 

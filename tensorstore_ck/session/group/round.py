@@ -339,7 +339,7 @@ class Round:
             put = reported.get("put")
             return put if type(put) is dict else FailureReason.of_outcome(reported) or reason
         try:
-            resolved = participant.resolve(reason.text)
+            resolved = participant.resolve()
         except BaseException as exc:
             if self._rank == 0:
                 self._spread({"ask": reason.text})

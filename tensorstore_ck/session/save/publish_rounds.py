@@ -208,7 +208,7 @@ class PublishRounds:
                 return self._lost(str(exc))
             return {}
 
-        return Participant(propose=propose, execute=execute, resolve=lambda _: self._resolve(txn), compare=compare, commit=commit)
+        return Participant(propose=propose, execute=execute, resolve=lambda: self._resolve(txn), compare=compare, commit=commit)
 
     def _resolve(self, txn: Ulid) -> Body | None:
         """Aborts a round unless it was decided; returns what became of the staged snapshot."""

@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.common.units import listed
 from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, ListedSources, TensorBlock
 from tensorstore_ck.engine.write.sampled_checks import MAX_NAMED, count_non_finite
@@ -179,11 +180,10 @@ class ProvenArrival:
 
 def _changed_error(captured: CapturedState, changed: set[int]) -> CaptureChangedError:
     names = [captured.layout.tensors[number].name for number in sorted(changed)]
-    shown = ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
     return CaptureChangedError(
-        f"{shown} changed between the call of the save and the next step of the optimizer, while being copied from the device: nothing was "
-        "published. Later saves of this handle copy before they return; pass changed_by=() if something else than the optimizer changes "
-        "its tensors",
+        f"{listed(names, MAX_NAMED)} changed between the call of the save and the next step of the optimizer, while being copied "
+        "from the device: nothing was published. Later saves of this handle copy before they return; pass changed_by=() if something else "
+        "than the optimizer changes its tensors",
         object_id=names[0],
     )
 
