@@ -1,10 +1,11 @@
-"""Times and sizes as people write and read them.
+"""Times, sizes and lists as people write and read them.
 
 Times: ``90s``, ``10m``, ``1h``, ``30d``, ``2w``. Sizes: ``50GB`` is 50 * 10**9, ``1.5GiB`` is 1.5 * 2**30; 1536 is written ``1.5 KiB``.
 """
 
 import math
 import re
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
@@ -85,3 +86,8 @@ def iso_time(time_ns: int) -> str:
         return datetime.fromtimestamp(time_ns // 1_000_000_000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     except (OverflowError, OSError, ValueError):  # the clock was wrong
         return f"{time_ns} ns"
+
+
+def listed(items: Sequence[object], most: int = 8) -> str:
+    """The first items, and how many more there are."""
+    return ", ".join(map(str, items[:most])) + (f" and {len(items) - most} more" if len(items) > most else "")

@@ -1,6 +1,6 @@
 """Objects that gc of any host freed while this process read them. The log is read before any object is reported as damaged."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 from tensorstore_ck.common.ids import parse_ulid
@@ -58,17 +58,13 @@ def _is_freed(newest: RefTable, anchor: int, trouble: BaseException) -> bool:
         return False
     if newest.horizon() > anchor:
         return True  # its tombstone may be forgotten
-    for cause in _causes(trouble):
+    cause: BaseException | None = trouble
+    while cause is not None:
         state = newest.object_state(key) if (key := _key_of(cause)) is not None else None
         if isinstance(cause, SnapshotExpiredError) or (state is not None and state.swept):
             return True
+        cause = cause.__cause__
     return False
-
-
-def _causes(trouble: BaseException | None) -> Iterator[BaseException]:
-    while trouble is not None:
-        yield trouble
-        trouble = trouble.__cause__
 
 
 def _key_of(trouble: BaseException) -> ObjectKey | None:

@@ -119,7 +119,7 @@ def open_engine(
         options = staging if staging is None or isinstance(staging, Staging) else Staging(staging)
         folder = options.open(config.uuid, open_verifier) if options is not None else None
         watermark = Watermark(
-            _head_file(backend, state_dir, config),
+            None if backend.url.startswith("memory://") else HeadFile(_state_folder(state_dir), config.uuid),
             log=config.log,
             rollback=rollback,
             url=backend.url,
@@ -211,11 +211,6 @@ def make_engine(
         put_ids=ObjectIds(backend, new_id, clock, find_process) if find_process is not None and not read_only else None,
         find_process=find_process or (lambda: None),
     )
-
-
-def _head_file(backend: Backend, state_dir: str | os.PathLike[str] | None, config: StoreConfig) -> HeadFile | None:
-    """The user's record of the newest log entry seen; None for a store in memory."""
-    return None if backend.url.startswith("memory://") else HeadFile(_state_folder(state_dir), config.uuid)
 
 
 def _state_folder(state_dir: str | os.PathLike[str] | None) -> Path:

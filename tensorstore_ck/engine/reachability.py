@@ -305,13 +305,9 @@ def snapshot_closure(engine: Engine, view: RefTable, info: SnapshotRow) -> Objec
 
 
 def condemned_among(view: RefTable, needed: Iterable[ObjectKey], anchor: int, what: str) -> Objects:
-    """The objects to rescue in the entry that makes `needed` reachable.
+    """The objects to rescue in the entry that makes `needed`, the closure at the head of `view`, reachable.
 
-    Args:
-        view: The fold at the head that the entry follows.
-        needed: The closure at that head.
-        anchor: The entry at which all of it was known to exist.
-        what: For the message.
+    `anchor`: the entry at which all of it was known to exist. `what`: for the message.
 
     Raises:
         SnapshotExpiredError: some of it was swept, or may have been: `anchor` is before the horizon.

@@ -370,7 +370,6 @@ class _Done:
         self._on_undone = on_undone
 
     def undo(self) -> None:
-        """Makes the tensors what they were."""
         for change in self.begun:
             change.undo()
         self._on_undone()

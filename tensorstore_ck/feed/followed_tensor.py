@@ -61,7 +61,6 @@ class ChangedDeviceElements:
     """Single elements of a tensor on a device, with positions and values in its memory. Written on the device's default stream."""
 
     def __init__(self, tensor: torch.Tensor, positions: Array, new: Array, old: Array) -> None:
-        """See `ChangedElements`."""
         bits = bits_of(tensor)
         self._memory = bits.as_strided((span_of(tensor) // tensor.itemsize,), (1,))
         self._positions = torch.from_numpy(positions).to(tensor.device)

@@ -166,7 +166,6 @@ class _LockedFile:
         return None
 
     def write(self, data: memoryview) -> bool:
-        """Writes the file, if it can be written."""
         try:
             write_at(self._fd, [data, memoryview(block_id(data))], 0)
         except OSError:

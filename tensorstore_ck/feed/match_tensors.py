@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tensorstore_ck.common.units import listed
 from tensorstore_ck.engine.interfaces import SnapshotContent, WantedBox
 from tensorstore_ck.errors import MismatchError, UnsupportedValueError
 from tensorstore_ck.feed.followed_tensor import FollowedTensor, SeveralTensors
@@ -14,7 +15,7 @@ from tensorstore_ck.state.fill_in_place import FillTask, is_alias
 from tensorstore_ck.state.load_report import LoadReport
 from tensorstore_ck.state.match_target import is_whole
 from tensorstore_ck.state.restore_into import RestorePlan
-from tensorstore_ck.state.select import Rename, Selection, listed, missing_names
+from tensorstore_ck.state.select import Rename, Selection, missing_names
 from tensorstore_ck.state.sharded_tensors import SpreadDescriber, group_ranks, share_of
 
 

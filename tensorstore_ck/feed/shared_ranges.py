@@ -39,14 +39,10 @@ class SharedRanges:
     """One rank's side. All members call `fetch` as often, with the same ranges; a context manager."""
 
     def __init__(self, store: Any, name: str, rank: int, members: Sequence[int], *, timeout_seconds: float) -> None:
-        """Waits for the other members.
+        """Waits for the other `members`, the ranks that share, in order. They find each other in torch's key-value `store`.
 
-        Args:
-            store: Torch's key-value store, in which the members find each other.
-            name: The same on all members, and never used in that store before.
-            rank: This rank.
-            members: The ranks that share, in order.
-            timeout_seconds: How long a member may take to come, and for each message.
+        `name`: the same on all members, and never used in that store before. `timeout_seconds`: how long a member may take to come, and
+        for each message.
         """
         from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415 - not in all builds of torch
 

@@ -23,7 +23,6 @@ BOUNDS: Final = Struct("=QQ")
 """Where an allocation starts and stops."""
 
 Numbers = npt.NDArray[np.intp]
-Addresses = npt.NDArray[np.uint64]
 
 
 class Extent(NamedTuple):

@@ -8,6 +8,7 @@ up to a power of two and keeps freed memory, so it could not hold the limit.
 import mmap
 import threading
 import weakref
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -47,15 +48,6 @@ class Arena:
         """The memory that it holds, in use or not."""
         with self._lock:
             return sum(map(len, [*self._free, *self._in_use.values()]))
-
-    def take(self, size_bytes: int) -> "Slot | None":
-        """Memory for a copy; None if it does not fit now. Never waits.
-
-        Raises:
-            NoSpaceError: the system refuses memory that the limit allows.
-        """
-        slot = Slot(self, size_bytes)
-        return slot if self.fill(slot) else None
 
     def fill(self, slot: "Slot") -> bool:
         """Gives a slot its memory; returns False if it does not fit now. Never waits. Whatever interrupts it, `Slot.release` undoes it.
@@ -121,16 +113,16 @@ class Arena:
         return sum(map(len, self._free))
 
 
+@dataclass(eq=False, repr=False)
 class Slot:
-    """Memory of one copy: see `Arena.take`."""
+    """Memory of one copy."""
 
-    def __init__(self, arena: Arena, size_bytes: int) -> None:
-        self.arena = arena
-        self.size_bytes = size_bytes
-        self.memory: Array | None = None
-        """None before `Arena.fill` and after the release."""
-        self.arrivals: list[DeviceArrival] = []
-        """Copies from devices into it that may still be under way."""
+    arena: Arena
+    size_bytes: int
+    memory: Array | None = None
+    """None before `Arena.fill` and after the release."""
+    arrivals: list[DeviceArrival] = field(default_factory=list)
+    """Copies from devices into it that may still be under way."""
 
     def release(self) -> None:
         """Returns the memory for other copies; its content must not be read any more. Idempotent."""

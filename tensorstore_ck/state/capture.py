@@ -44,11 +44,9 @@ Refuse = Callable[[UnsupportedValueError], None]
 
 
 def capture(state: object, describer: SpreadDescriber | None = None) -> CapturedState:
-    """Takes `state` apart. Its tensors must neither move nor change until the result has been stored.
+    """Takes `state` apart, or this rank's part of it. Its tensors must neither move nor change until the result has been stored.
 
-    Args:
-        state: The state, or this rank's part of it.
-        describer: Describes how tensors are spread over the ranks of the group.
+    `describer` describes how tensors are spread over the ranks of the group.
 
     Raises:
         UnsupportedValueError: a value cannot be stored; the message has its path and advice.
@@ -176,7 +174,6 @@ class CaptureWalk:
             self._visit_value(value, path)
 
     def _visit_subclass(self, value: torch.Tensor, path: str, nodes: list[Any], position: int, depth: int) -> None:
-        """Visits a tensor that is not plain."""
         registered = registered_class(type(value))
         if registered is not None:
             self._visit_registered(registered.name, registered.to_state(value), path, nodes, (position, depth))
@@ -311,7 +308,6 @@ class CaptureWalk:
         self._tensor_nodes.append((nodes, range(position, position + 1)))
 
     def _visit_spread(self, value: Any, path: str, nodes: list[Any], position: int) -> None:
-        """Visits a tensor that is spread over ranks."""
         name = self._names.at(path)
         number = self._table.number_of.get(id(value))
         if number is None:

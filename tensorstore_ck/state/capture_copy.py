@@ -71,14 +71,8 @@ def copy_captured(
     A tensor on a CUDA device may be changed by work queued on the current stream afterwards; readers of its copy wait for it. With
     `overlap`, what an optimizer with a gate owns must not be changed before its next step.
 
-    Args:
-        captured: The state.
-        slot: A slot of at least `slot_bytes`. The result is valid until it is released.
-        skip: The numbers of tensors that are not copied.
-        threads: The number of copying threads.
-        start_bytes: Where in the slot to begin.
-        sampling: Which bytes are compared with their copy at the end; none of a tensor on a CUDA device.
-        overlap: See `Overlap`.
+    The `slot` has at least `slot_bytes`, from `start_bytes` on; the result is valid until it is released. `sampling`: which bytes are
+    compared with their copy at the end; none of a tensor on a CUDA device.
 
     Raises:
         InvalidOptionError: the slot is too small, or was released.
@@ -154,8 +148,6 @@ def _offsets(sizes: Numbers) -> Numbers:
 
 
 class _CopiedSources(Sources):
-    """Sources over a slot."""
-
     def __init__(self, slot: Slot, offsets: Numbers, sizes: Numbers, originals: ByteSources, skipped: Collection[int]) -> None:
         """`skipped`: the numbers of tensors that are read where they were captured; keeps no memory of others."""
         self._slot = slot
@@ -172,7 +164,6 @@ class _CopiedSources(Sources):
         """Copies from a device that may still be under way."""
 
     def at(self, number: int) -> ByteSource:
-        """See `Sources`."""
         if self._is_skipped[number]:
             return self._originals.at(int(self._position[number]))
         if number in self.others:
@@ -184,7 +175,6 @@ class _CopiedSources(Sources):
         return source if number not in self.arrivals else ArrivingSource(source, self.arrivals[number], number)
 
     def read(self, number: int, start: int, stop: int) -> memoryview:
-        """See `Sources`."""
         memory = self._slot.memory
         if memory is None or self._is_skipped[number] or number in self.others or number in self.arrivals:
             return super().read(number, start, stop)
@@ -192,7 +182,6 @@ class _CopiedSources(Sources):
         return memory[first + start : first + stop].data
 
     def gather(self, ranges: SourceRanges) -> bytearray:
-        """See `Sources`."""
         memory = self._slot.memory  # held: its pages stay mapped while they are copied
         if memory is None:
             return super().gather(ranges)

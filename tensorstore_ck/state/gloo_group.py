@@ -10,11 +10,8 @@ from typing import Any
 def connect_gloo(store: Any, rank: int, ranks: int, *, timeout_seconds: float) -> Any:
     """This rank's side of a gloo backend; returns when all have called this. The connections end with the returned object.
 
-    Args:
-        store: A key-value store of torch in which only these ranks, and only for this group, have keys.
-        rank: This rank's number among them.
-        ranks: How many there are.
-        timeout_seconds: How long a rank may take to come, and for each message.
+    `store`: a key-value store of torch in which only these ranks, and only for this group, have keys. `timeout_seconds`: how long a rank
+    may take to come, and for each message.
 
     Raises:
         RuntimeError, OSError: they did not connect.

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tensorstore_ck.common.units import listed
 from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.redaction import one_line
-from tensorstore_ck.state.select import listed
 
 
 class LoadWarning(UserWarning):

@@ -40,16 +40,12 @@ def capture_value(value: object, name: str) -> OpaqueItem:
     Raises:
         UnsupportedValueError: a part of it cannot be stored; the message has its path.
     """
-    walk = _ValueWalk()
-    walk.visit_at(value, name)
-    return walk.subtree()
+    return _ValueWalk().item(value, name)
 
 
 class _ValueWalk(CaptureWalk):
-    def visit_at(self, value: object, name: str) -> None:
+    def item(self, value: object, name: str) -> OpaqueItem:
         self._visit(value, path=f"{name}.", nodes=self._top, position=0, depth=0)
-
-    def subtree(self) -> OpaqueItem:
         return OpaqueItem(self._top[0], self._values, self._blobs)
 
     def _visit_run(self, items: Sequence[Any], paths: Sequence[str], nodes: list[Any], start: int) -> int:

@@ -7,7 +7,7 @@ Reading never imports a module, and calls what stored data names only through th
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from math import prod
 from typing import Any, Final, TypeVar
@@ -45,15 +45,13 @@ _registered_classes: dict[type[Any], RegisteredType] = {}
 _registered_names: dict[str, RegisteredType] = {}
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class NamedState:
     """A value of a registered type that was taken apart before. The saving process need not have the type."""
 
-    __slots__ = ("name", "state")
-
-    def __init__(self, name: str, state: object) -> None:
-        """`name`, `state`: see `register_type`."""
-        self.name = name
-        self.state = state
+    name: str
+    state: object
+    """See `register_type`."""
 
 
 @short_errors

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 
+from tensorstore_ck.common.units import listed
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
 from tensorstore_ck.format.tree import Container, Leaf, Tree, leaves
 from tensorstore_ck.state.match_target import spelled
@@ -194,8 +195,3 @@ def _former_names(rename: Mapping[str, str]) -> Callable[[str], Iterator[str]]:
         return (former for former in (*formers, name) if new_name(former) == name)
 
     return former_names
-
-
-def listed(names: Sequence[str], most: int = 8) -> str:
-    """Text of at most `most` names, and the number of the others."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from tensorstore_ck.common.units import listed
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.errors import InvalidOptionError, UnsupportedValueError
 from tensorstore_ck.format.sharding import BoxBounds, Mesh, Placement, Shard, boxes, intervals, local_shape
@@ -135,7 +136,7 @@ class SpreadDescriber:
             if outside:
                 refuse(
                     path,
-                    f"is a DTensor on a mesh with global ranks {_some(outside)}, which are not in the group that saves or restores it",
+                    f"is a DTensor on a mesh with global ranks {listed(outside)}, which are not in the group that saves or restores it",
                     "pass a group= that has all ranks of the mesh",
                 )
             mesh = Mesh(tuple(device_mesh.mesh.shape), tuple(self._ranks[rank] for rank in globally))
@@ -254,7 +255,3 @@ def _is(tensor: torch.Tensor, module: str, name: str) -> bool:
 def refuse(path: str, what: str, advice: str) -> NoReturn:
     """Raises an `UnsupportedValueError`."""
     raise UnsupportedValueError(f"{path or 'the state'} {what}; {advice}", object_id=path)
-
-
-def _some(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

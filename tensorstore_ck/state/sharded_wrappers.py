@@ -83,10 +83,9 @@ def unwrap_shards(describer: SpreadDescriber, tensor: object, path: str) -> Unwr
         if key in _WHOLE.get(name, ()):
             state[key] = _share(outer, part, tuple(part.shape), (None,) * len(placements))
         elif key in FLAT.get(name, ()):
-            state[key] = _blocks(outer, part, key)
-            bound = bound or state[key] is None
-            if state[key] is None:
-                state[key] = _in_rank_order(outer, part, key)
+            blocks = _blocks(outer, part, key)
+            bound = bound or blocks is None
+            state[key] = blocks or _in_rank_order(outer, part, key)
         elif key in _BOXED.get(name, ()):
             state[key] = _boxed(outer, part, context["block_size"], key)
         elif tuple(part.shape) == outer.local:

@@ -64,7 +64,6 @@ class _RunsSource:
         self.size_bytes = (runs[-1].stop if runs else 0) * dtype.itemsize
 
     def read(self, start: int, stop: int) -> memoryview:
-        """A copy of the bytes."""
         item_bytes = self._dtype.itemsize
         first, last = start // item_bytes, -(-stop // item_bytes)
         copy = bytearray(max(last - first, 0) * item_bytes)

@@ -260,14 +260,12 @@ class _ChangeSums:
 
     @property
     def relative(self) -> float:
-        """See `ChangeStatistics`."""
         if math.isinf(self.high):
             return math.inf
         changed, old = math.sqrt(self._changed), math.sqrt(self._old)
         return changed / old if old else (math.inf if changed else 0.0)
 
     def add(self, old: Numbers, new: Numbers) -> None:
-        """Some more elements of both."""
         with np.errstate(over="ignore", invalid="ignore"):
             change = new - old
             if not np.isfinite(change.sum()):

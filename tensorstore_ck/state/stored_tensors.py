@@ -35,15 +35,11 @@ def without_views(every: StoredTensors, table: TensorTable, aliases: AliasPlan, 
     specs = specs.pick(
         leaves,
         [leaf_names.name(f"{specs.names[extra.first]}.__storage__") for extra in aliases.extras],
-        [_kind_of(extra) for extra in aliases.extras],
+        [TensorKind("uint8", 1, (extra.stop - extra.start,), extra.stop - extra.start) for extra in aliases.extras],
     )
     sources = sources.pick(leaves, [_source_of(extra, table.objects[extra.first]) for extra in aliases.extras])
     leaves += [-1 - position for position in range(len(aliases.extras))]
     return StoredTensors(leaves, {leaf: number for number, leaf in enumerate(leaves)}, specs, sources)
-
-
-def _kind_of(extra: CoveringArea) -> TensorKind:
-    return TensorKind("uint8", 1, (extra.stop - extra.start,), extra.stop - extra.start)
 
 
 def _source_of(extra: CoveringArea, first: torch.Tensor | Array) -> ByteSource:

@@ -283,7 +283,8 @@ class ReadOnlyStore:
 
         It can be used with or without ``with``, until the store is closed.
         """
-        return restoring.open_lazily(self.session, address, lambda: self.session)
+        engine = self.session.engine
+        return restoring.Restoring(engine, engine.resolve(address).info).lazy(lambda: self.session)
 
     def finish_staged(
         self, address: str, group: "ProcessGroup | DeviceMesh | None" = None, *, timeout_seconds: float = TIMEOUT_SECONDS

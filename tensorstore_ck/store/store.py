@@ -178,39 +178,24 @@ class Store(ReadOnlyStore):
         changed_by: "Optimizer | Sequence[Optimizer]" = (),
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> PendingSnapshot:
-        """As `put_snapshot`, in the background: returns as soon as `state` may be mutated, and a thread does the rest.
+        """As `put_snapshot`, with its arguments, in the background: returns as soon as `state` may be mutated, and a thread does the rest.
 
         The state is copied into buffers that are reused; `host_memory_bytes` of `open` bounds them. Saves of one handle are published in
         the order of their calls. ``wait()`` raises the error of a failed save; if nobody waits, the handle's next save does.
 
-        Args:
-            state: See `put_snapshot`.
-            ref: See `put_snapshot`.
-            step: See `put_snapshot`.
-            metrics: See `put_snapshot`.
-            metadata: See `put_snapshot`.
-            triggers: See `put_snapshot`.
-            epoch: See `put_snapshot`.
-            attributes: See `put_snapshot`.
-            expect: See `put_snapshot`.
-            parent: See `put_snapshot`.
-            group: See `put_snapshot`.
-            rank_state: See `put_snapshot`.
-            frozen: See `put_snapshot`; these tensors are not copied either.
-            codec: See `put_snapshot`.
-            delta: See `put_snapshot`.
-            unchanged: See `put_snapshot`; checked on the thread that stores the state.
-            verify_capture: As in `put_snapshot`, but compares the copies, before this returns. For larger tensors on CUDA devices, the ids
-                are computed at the call, and compared with those of all bytes that are written.
-            on_full: What to do when the buffers of earlier saves leave no memory: ``block`` until there is; ``skip`` this save; or
-                ``replace`` the oldest save of the same ranks that waits. ``newest``: as ``replace``; and even with memory left it replaces
-                those earlier ``newest`` saves of `ref` that wait, so that the newest state is stored next. With `group`, rank 0
-                decides for all. The returned object, a warning in the log and an event report a dropped save.
-            changed_by: Optimizers that alone change their parameters and states, in ``step``. Then those on CUDA devices are copied while
-                the next forward and backward passes run, and the next ``step`` comes after the copy. An optimizer that has
-                not stepped since the last save, or whose tensors changed between that and its next step, waits as without this. If
-                anything else changes such a tensor while it is copied, the save fails with `CaptureChangedError`.
-            timeout_seconds: As in `put_snapshot`; time in the queue does not count.
+        `frozen`: these tensors are not copied either. `unchanged`: checked on the thread that stores the state. `verify_capture`: compares
+        the copies, before this returns; for larger tensors on CUDA devices, the ids are computed at the call, and compared with those of
+        all bytes that are written. `timeout_seconds`: time in the queue does not count.
+
+        `on_full`: what to do when the buffers of earlier saves leave no memory: ``block`` until there is; ``skip`` this save; or
+        ``replace`` the oldest save of the same ranks that waits. ``newest``: as ``replace``; and even with memory left it replaces those
+        earlier ``newest`` saves of `ref` that wait, so that the newest state is stored next. With `group`, rank 0 decides for all. The
+        returned object, a warning in the log and an event report a dropped save.
+
+        `changed_by`: optimizers that alone change their parameters and states, in ``step``. Then those on CUDA devices are copied while the
+        next forward and backward passes run, and the next ``step`` comes after the copy. An optimizer that has not stepped since the last
+        save, or whose tensors changed between that and its next step, waits as without this. If anything else changes such a tensor while
+        it is copied, the save fails with `CaptureChangedError`.
 
         Raises:
             StoreError: as `put_snapshot`; or the error of an earlier save of this handle, if nobody waited for it: then this save did
@@ -253,14 +238,8 @@ class Store(ReadOnlyStore):
         """Makes ready what the first `put_snapshot_async` of CUDA tensors needs: pins memory for two copies of the state, in a thread.
 
         Pinning takes a third of a second for each GiB, in the first save if not before. Without CUDA this does nothing. Call it when the
-        tensors of the optimizer exist, after the first step; `Checkpointer.step` does. All ranks of `group` call it.
-
-        Args:
-            state: See `put_snapshot_async`. Only its sizes count.
-            group: See `put_snapshot_async`.
-            frozen: See `put_snapshot_async`.
-            changed_by: See `put_snapshot_async`.
-            timeout_seconds: With `group`: how long to wait for the other ranks.
+        tensors of the optimizer exist, after the first step; `Checkpointer.step` does. All ranks of `group` call it. The arguments are
+        those of `put_snapshot_async`; of `state` only the sizes count.
         """
         self.session.prepare(state, group=group, frozen=frozen, changed_by=changed_by, timeout_seconds=timeout_seconds)
 
@@ -287,12 +266,8 @@ class Store(ReadOnlyStore):
     ) -> "StateCheck":
         """Reports what `put_snapshot(state)` would do: what cannot be stored, sizes, free space, expected time. Publishes nothing.
 
-        Args:
-            state: See `put_snapshot`.
-            group: See `put_snapshot`. All ranks call this, and are compared as at the first save: if their states cannot be one snapshot,
-                that is a problem on all.
-            rank_state: See `put_snapshot`.
-            timeout_seconds: With `group`: how long to wait for the other ranks.
+        The arguments are those of `put_snapshot`. With `group` all ranks call this, and are compared as at the first save: if their states
+        cannot be one snapshot, that is a problem on all.
         """
         return self.session.check(state, group=group, rank_state=rank_state, timeout_seconds=timeout_seconds)
 

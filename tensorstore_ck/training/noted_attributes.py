@@ -27,7 +27,8 @@ def noted_attributes(
     """
     found = dict[str, float | str]()
     items = (*_loader_items(loaders), *_rates(optimizers), *_scheduler_items(schedulers), *_plain(extra))
-    for name, value in (*items, *_version()):
+    version = code_version()
+    for name, value in items if version is None else (*items, ("code_version", version)):
         if len(found) < MAX_NOTED and are_attributes({name: value}):
             found.setdefault(name, value)
     return found
@@ -74,12 +75,6 @@ def _plain(extra: Mapping[str, Any]) -> Iterator[tuple[str, float | str]]:
             yield f"extra.{key}", float(value)
         elif isinstance(value, str) and value.isascii() and value.isprintable() and len(value) <= MAX_TEXT_CHARS:
             yield f"extra.{key}", value
-
-
-def _version() -> Iterator[tuple[str, str]]:
-    version = code_version()
-    if version is not None:
-        yield "code_version", version
 
 
 @cache

@@ -276,7 +276,6 @@ def _future_state(optimizer: torch.optim.Optimizer, names: ParameterNames) -> St
 
 
 _MODULE: Final = "torch.distributed.optim.zero_redundancy_optimizer"
-_OWN_NAMES: Final = ("params", "param_names")
 
 
 def is_partitioned(optimizer: torch.optim.Optimizer) -> bool:
@@ -319,4 +318,4 @@ def take_options(optimizer: torch.optim.Optimizer) -> None:
 
 def _copy_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
     for given, group in zip(source.param_groups, target.param_groups, strict=True):
-        group.update({name: value for name, value in given.items() if name not in _OWN_NAMES})
+        group.update(_options(given))

@@ -88,8 +88,8 @@ def wrapping(module: nn.Module | None) -> str | None:
 
 
 def without_wrappers(path: str) -> str:
-    """A stored path without attributes of wrappers. Earlier builds stored some nested wrappers' attributes."""
-    return ".".join(part for part in path.split(".") if part not in _WRAPPED)
+    """A stored path; that of a model without attributes of wrappers. Earlier builds stored some nested wrappers' attributes."""
+    return ".".join(part for part in path.split(".") if part not in _WRAPPED) if path.startswith(MODEL) else path
 
 
 def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:

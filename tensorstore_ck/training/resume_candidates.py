@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
+from tensorstore_ck.common.units import listed
 from tensorstore_ck.errors import NotFoundError
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.maintenance.advise import NOTE
@@ -76,7 +77,7 @@ def choose(
         drifted = None if allow_marked or drift == "accept" else _drifted(store, history[number:])
         if drifted is None:
             return ResumeCandidate(address, name, skipped=marked, root=snapshot.root)
-        reason = _describe(store, ref=ref, address=name, snapshot=snapshot, drifted=drifted)
+        reason = _describe(store, name, snapshot, drifted)
         if drift is None:
             return ResumeCandidate(address, name, drift=reason, skipped=marked)
         marked.append((name, reason))
@@ -113,7 +114,7 @@ def _run(store: ReadOnlyStore, snapshot: Snapshot) -> tuple[object, object] | No
     return (note.get("began_ns"), note.get("resumes")) if isinstance(note, dict) else None
 
 
-def _describe(store: ReadOnlyStore, ref: str, address: str, snapshot: Snapshot, drifted: Snapshot) -> str:
+def _describe(store: ReadOnlyStore, address: str, snapshot: Snapshot, drifted: Snapshot) -> str:
     """Which tensors differ, on which ranks, and where both copies are."""
     what = f"{address} (step {snapshot.step}, {snapshot.root[:16]})"
     if drifted is snapshot:
@@ -135,9 +136,8 @@ def _copies(store: ReadOnlyStore, drifted: Snapshot) -> list[str]:
                 continue
             with store.open_snapshot(copy.root) as stored:
                 names = stored.names()
-            more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
             lines.append(
-                f"{', '.join(map(repr, names[:MAX_NAMED]))}{more}: the snapshot {drifted.root[:16]} has the copy of rank "
+                f"{listed([*map(repr, names)], MAX_NAMED)}: the snapshot {drifted.root[:16]} has the copy of rank "
                 f"{note.get('written_by_rank')}, and rank {note.get('rank')}'s copy is at {branch} ({copy.root[:16]})"
             )
     return lines

@@ -85,8 +85,7 @@ class ResumeSearch:
     def restore(self, restore: Callable[[str], T]) -> T | None:
         """The result of `restore` for the first snapshot that it can restore; None if there is no such branch or tag yet.
 
-        Args:
-            restore: Restores the snapshot at an address, on all ranks or on none.
+        `restore` restores the snapshot at an address, on all ranks or on none.
 
         Raises:
             NotFoundError: the step, ancestor or root does not exist.

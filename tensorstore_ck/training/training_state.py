@@ -154,27 +154,14 @@ class TrainingState:
         verify_capture: float = SAMPLE_SHARE,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> Snapshot:
-        """Stores everything as the next snapshot on `ref`, without copying tensors; otherwise like `Store.put_snapshot`.
+        """Stores everything as the next snapshot on `ref`; tensors are not copied. Otherwise like `Store.put_snapshot`, with its arguments.
 
-        Args:
-            store: The store. `put_async` saves in the background.
-            ref: The branch to move; created if it does not exist.
-            step: The training step.
-            group: All its ranks save together.
-            gradients: Also store gradients, for a save between two micro-batches of one step. Keep the number of the micro-batch in
-                ``extra=``. Without this, gradients are None after a restore, as after ``zero_grad``.
-            metrics: Numbers to rank by.
-            metadata: Anything to note about the run.
-            triggers: See `Store.put_snapshot`.
-            epoch: See `Store.put_snapshot`.
-            attributes: See `Store.put_snapshot`. Without being asked, a save notes learning rates (``lr``), the scheduler's position
-                (``scheduler_step``), ``epoch`` and ``samples_seen`` of a `SampleCursor`, plain values of `extra` (as
-                ``extra.tokens_seen``) and the commit that git has checked out (``code_version``).
-            expect: See `Store.put_snapshot`.
-            parent: See `Store.put_snapshot`.
-            unchanged: See `Store.put_snapshot`.
-            verify_capture: See `Store.put_snapshot`.
-            timeout_seconds: With `group`: how long to wait for the other ranks.
+        `put_async` saves in the background. `gradients`: also store gradients, for a save between two micro-batches of one step. Keep the
+        number of the micro-batch in ``extra=``. Without this, gradients are None after a restore, as after ``zero_grad``.
+
+        `attributes`: without being asked, a save notes learning rates (``lr``), the scheduler's position (``scheduler_step``), ``epoch``
+        and ``samples_seen`` of a `SampleCursor`, plain values of `extra` (as ``extra.tokens_seen``) and the commit that git has checked out
+        (``code_version``).
         """
         require_opened(store)
         group = require_group(group)

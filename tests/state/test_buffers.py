@@ -35,8 +35,13 @@ def arena() -> Iterator[Arena]:
     made.close()
 
 
+def try_take(arena: Arena, size_bytes: int) -> Slot | None:
+    slot = Slot(arena, size_bytes)
+    return slot if arena.fill(slot) else None
+
+
 def take(arena: Arena, size_bytes: int) -> Slot:
-    slot = arena.take(size_bytes)
+    slot = try_take(arena, size_bytes)
     assert slot is not None
     return slot
 
@@ -248,12 +253,12 @@ def test_memory_is_reused(arena: Arena) -> None:
 
 def test_the_limit_is_hard() -> None:
     arena = Arena(10 * MIB + 5)
-    assert arena.take(10 * MIB + 6) is None
+    assert try_take(arena, 10 * MIB + 6) is None
     first = take(arena, 6 * MIB)
-    assert arena.take(5 * MIB) is None
+    assert try_take(arena, 5 * MIB) is None
     second = take(arena, 4 * MIB + 5)
     assert arena.allocated_bytes == arena._in_use_bytes == 10 * MIB + 5
-    assert arena.take(0) is None
+    assert try_take(arena, 0) is None
     second.release()
     first.release()
     assert len(held(take(arena, 10 * MIB + 5))) == 10 * MIB + 5
@@ -305,7 +310,7 @@ def test_many_threads_stay_below_the_limit() -> None:
 
     def work(seed: int) -> None:
         for number in range(200):
-            slot = arena.take((seed * 7 + number * 13) % 9 * MIB)
+            slot = try_take(arena, (seed * 7 + number * 13) % 9 * MIB)
             if arena.allocated_bytes > arena.limit_bytes:
                 wrong.append(arena.allocated_bytes)
             if slot is not None:
@@ -326,7 +331,7 @@ def test_many_threads_stay_below_the_limit() -> None:
 
 def test_a_system_without_memory_is_named() -> None:
     with pytest.raises(NoSpaceError, match="lower host_memory_bytes"):
-        Arena(1 << 62).take(1 << 60)
+        try_take(Arena(1 << 62), 1 << 60)
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")

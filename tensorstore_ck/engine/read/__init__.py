@@ -1,7 +1,6 @@
 """Reads one snapshot: record -> parts -> ranges of packs, every block verified.
 
 snapshot_reader.py  opens a snapshot: the parts that its ranks put, as one layout or several
-rank_states.py      opens what a rank saved as its own
 block_reader.py     reads blocks in as few requests as possible, and verifies each
 box_copy.py         carries a stored region into a wanted box of the same tensor
 """

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from tensorstore_ck.backend.protocol import Backend
 from tensorstore_ck.common.ids import Digest, Ulid, block_id
@@ -84,11 +84,8 @@ class BufferTarget(ByteTarget):
         self._view[start : start + len(data)] = data
 
 
-class ReadBlocks(Protocol):
-    """What reads verified blocks of a snapshot into their targets: `read_blocks`, or something on top of it."""
-
-    def __call__(self, engine: Engine, info: SnapshotRow, wanted: Sequence[WantedBlock], /) -> None:
-        """See `read_blocks`."""
+ReadBlocks = Callable[[Engine, SnapshotRow, Sequence[WantedBlock]], None]
+"""What reads verified blocks of a snapshot into their targets: `read_blocks`, or something on top of it."""
 
 
 def wanted_blocks(source: OpenPart, rows: range, start: int, target: ByteTarget) -> list[WantedBlock]:
@@ -179,7 +176,8 @@ def read_at_places(engine: Engine, wanted: list[WantedBlock]) -> None:
         try:
             read()
         except CorruptObjectError:
-            for pack in _packs_of(block):
+            has_bases = block.codec in CODECS_WITH_BASES
+            for pack in {place.pack for place in chain_of(_location(block))} if has_bases else {block.pack}:
                 engine.distrust(pack_name(pack))
             read()  # once more: the bytes that came may be wrong although the stored ones are right
         for whole in run if roundings and not is_rounding else ():
@@ -353,10 +351,6 @@ def _require_right_bases(place: Location) -> None:
 def _location(block: WantedBlock) -> Location:
     places = block.source.places
     return location_of(block.source.part, places.packs, places.extents, block.row)
-
-
-def _packs_of(block: WantedBlock) -> set[Ulid]:
-    return {block.pack} if block.codec not in CODECS_WITH_BASES else {place.pack for place in chain_of(_location(block))}
 
 
 def _verify(engine: Engine, block: WantedBlock, raw: memoryview, name: str) -> None:

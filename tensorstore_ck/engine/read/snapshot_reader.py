@@ -80,16 +80,10 @@ class SnapshotReader:
     ) -> None:
         """Opens the first part and its layout.
 
-        Args:
-            engine: The store.
-            info: The snapshot.
-            rank: The rank of the part to begin with: the first one with its layout, or the number of a rank state.
-            read: Reads tensors.
-            position: Where this reader is among all readers, from 0 to 1: ranks at the same position most likely saved what it wants.
-            read_part: Reads parts; None: the engine does.
-            record: The snapshot's, if it was read already.
-            budget: The budget of another reader of the snapshot; the results of both are kept.
-            layouts: Encoded layouts that need not be read, and where this one is added.
+        `rank`: of the part to begin with: the first one with its layout, or the number of a rank state. `position`: where this reader is
+        among all readers, from 0 to 1: ranks at the same position most likely saved what it wants. `read_part`: None: the engine does.
+        `record`: the snapshot's, if it was read already. `budget`: that of another reader of the snapshot; the results of both are kept.
+        `layouts`: encoded layouts that need not be read, and where this one is added.
         """
         self.info = info
         self._engine = engine
@@ -110,8 +104,9 @@ class SnapshotReader:
         self.name = first.name
         self.world_size = self.part.world_size
         require_part_of_each_rank(self.record, self.world_size, self.name)
-        self._alike = (rank,) if self.part.layout_of is None else ranks_with_layout(self.part.layout_of, rank, self.world_size)
-        nearest = sorted(self._alike, key=lambda other: abs(other + 0.5 - position * self.world_size))
+        self.ranks = (rank,) if self.part.layout_of is None else ranks_with_layout(self.part.layout_of, rank, self.world_size)
+        """The ranks with this layout, whose parts these are."""
+        nearest = sorted(self.ranks, key=lambda other: abs(other + 0.5 - position * self.world_size))
         self._nearest = [*dict.fromkeys([nearest[0], rank, *nearest])]  # this one is open already
         self._blob_first = np.concatenate(([0], np.cumsum(self.part.blobs["blocks"], dtype=np.int64)))
         self._layouts = layouts
@@ -180,20 +175,15 @@ class SnapshotReader:
         return PartIndex(
             layout=self.layout,
             part=part,
-            layout_ranks=self._alike,
+            layout_ranks=self.ranks,
             block_bytes=self._engine.config.block_bytes,
             name=name,
             explicit=explicit,
         )
 
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks with this layout, whose parts these are."""
-        return self._alike
-
     def stored(self, tensor: int) -> Iterator[tuple[Part, RegionBytes]]:
         """The regions of a tensor that each part has."""
-        for rank in self._alike:
+        for rank in self.ranks:
             yield from ((self._open(rank).part, held) for held in self._plan(rank).of(tensor))
 
     def holding(self, tensor: int) -> Iterator[tuple[Part, RegionBytes]]:
@@ -257,7 +247,7 @@ class SnapshotReader:
     def blocks_of(self, wanted: Iterable[WantedBox]) -> list[WantedBlock]:
         """The blocks that hold boxes of tensors; bytes that lie in parts are delivered at once."""
         blocks: list[WantedBlock] = []
-        only = self._plan(self._first) if len(self._alike) == 1 and not self.layout.meshes else None
+        only = self._plan(self._first) if len(self.ranks) == 1 and not self.layout.meshes else None
         for box in wanted:
             if only is None:
                 for rank, held in self._holding(box.tensor, box.box):
@@ -288,7 +278,7 @@ class SnapshotReader:
         """(rank, region in its part) of every region that overlaps the box, where several ranks have this layout."""
         spec = self.layout.tensors[tensor]
         left = prod(box.sizes)
-        for region in regions_of_tensor(self.layout, tensor, self._alike, self._reported_boxes, near=box, order=self._nearest):
+        for region in regions_of_tensor(self.layout, tensor, self.ranks, self._reported_boxes, near=box, order=self._nearest):
             common = region.common_elements(spec, box)
             if not common:
                 continue

@@ -19,9 +19,9 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.part_writer import WrittenPart
 from tensorstore_ck.engine.write.request import SaveRequest
-from tensorstore_ck.engine.write.sampled_checks import is_floating
 from tensorstore_ck.engine.write.suspicious_save import SaveFindings, StepCounts, snapshots_before, steps_between
 from tensorstore_ck.errors import StoreError
+from tensorstore_ck.format.codec import elements_of
 from tensorstore_ck.format.layout import Layout, Node
 from tensorstore_ck.format.part import Part, decode_values
 from tensorstore_ck.log import RefTable, SnapshotRow
@@ -63,7 +63,7 @@ def find_counters(captured: CapturedState) -> StepCounters:
         counters = StepCounters()
         _CounterSearch(captured.layout, counters).visit(captured.layout.tree, "", "", 0)
         specs = enumerate(captured.layout.tensors[:])
-        counters.weights = {at for at, spec in specs if at not in counters.tensors and is_floating(spec.dtype, spec.item_bytes)}
+        counters.weights = {at for at, spec in specs if at not in counters.tensors and elements_of(spec.dtype, spec.item_bytes).is_float}
         kept[StepCounters] = counters
     return counters
 
@@ -177,7 +177,6 @@ class ParentComparison:
     # --- weights ------------------------------------------------------------------------------------------------------
 
     def _has_moved(self, before: Part) -> bool:
-        """Whether a weight differs from an earlier part."""
         return not self._counters.weights.isdisjoint(map(itemgetter(0), self._moved(before)))
 
     def _moved(self, before: Part) -> Iterator[tuple[int, int]]:

@@ -41,7 +41,8 @@ class DedupIndex:
         self._engine = engine
         self._elsewhere = elsewhere
         self._view = view or engine.log.view()
-        self._parts: list[tuple[Part, BlockLocations]] = []
+        self.parts: list[tuple[Part, BlockLocations]] = []
+        """The parts of the parent that were read, and where their blocks are."""
         self._rows: list[dict[Digest, int]] = []
         """The row of each block in each part."""
         self._usable_bytes: dict[Ulid, int] = dict.fromkeys(packs_of_damaged(engine, self._view, rank), 0)
@@ -57,17 +58,17 @@ class DedupIndex:
             record = engine.recent_record(info)
             for number in matching_parts(len(record.parts), engine.read_part(record, 0).world_size, rank, ranks):
                 part = engine.read_part(record, number)
-                self._parts.append((part, locate_blocks(engine, self._view, part)))
+                self.parts.append((part, locate_blocks(engine, self._view, part)))
                 blocks = part.block_ids()
                 self._rows.append(dict(zip(blocks, range(len(blocks)), strict=True)))
         except DamageError as exc:
             warnings.warn(f"cannot reuse the blocks of the parent snapshot, all are written again: {exc}", stacklevel=user_stacklevel())
-        _logger.debug("%d parts of %s@%s, root %s, have blocks to share", len(self._parts), info.ref, info.step, info.root.hex())
+        _logger.debug("%d parts of %s@%s, root %s, have blocks to share", len(self.parts), info.ref, info.step, info.root.hex())
 
     def find(self, blocks: Sequence[Digest]) -> dict[Digest, Location]:
         """See `BlockLookup`."""
         known: dict[Digest, Location] = {}
-        for (part, places), rows_of_part in zip(self._parts, self._rows, strict=True):
+        for (part, places), rows_of_part in zip(self.parts, self._rows, strict=True):
             rows = {block: row for block in blocks if (row := rows_of_part.get(block)) is not None}
             if not rows:
                 continue  # after a save of many more ranks, most parts
@@ -75,11 +76,6 @@ class DedupIndex:
         if self._elsewhere and len(known) < len(blocks):
             known |= self._usable(self._engine.index.find([block for block in blocks if block not in known]).items())
         return known
-
-    @property
-    def parts(self) -> "list[tuple[Part, BlockLocations]]":
-        """The parts of the parent that were read, and where their blocks are."""
-        return self._parts
 
     def _usable(self, found: Iterable[tuple[Digest, Location | None]]) -> dict[Digest, Location]:
         """The blocks that lie, with their bases, in packs that may be relied on."""

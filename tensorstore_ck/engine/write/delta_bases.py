@@ -18,6 +18,7 @@ from tensorstore_ck.engine.engine import KEPT_SHARE, SAMPLES_SHARE, Engine, Kept
 from tensorstore_ck.engine.interfaces import CapturedState, TensorBlock
 from tensorstore_ck.engine.reachability import BlockLocations, chain_of, location_of
 from tensorstore_ck.engine.read.block_reader import decode_at
+from tensorstore_ck.engine.write.write_plan import PartAuthor
 from tensorstore_ck.errors import DamageError
 from tensorstore_ck.format.codec import (
     KINDS,
@@ -72,16 +73,6 @@ class DeltaBase(NamedTuple):
         memory = memoryview(bytearray(self.raw)) if self.raw.readonly else self.raw  # LZ4 and zstd decode into immutable bytes
         apply_changes(changes.gaps, changes.values, memory, is_float=changes.is_float)
         return Comparison(self.base.block, memory, changes, is_few=True)
-
-
-class PartKey(NamedTuple):
-    """What two parts must have in common so that the rows of their tensors' blocks correspond."""
-
-    layout_id: Digest
-    rank: int
-    world_size: int
-    layout_of: bytes | None
-    regions: bytes
 
 
 class ParentBlocks:
@@ -198,13 +189,13 @@ class ParentBlocks:
         return raw if len(raw) == raw_bytes and block_id(raw) == block else None
 
 
-def earlier_part(engine: Engine, before: Sequence[tuple[Part, BlockLocations]], key: PartKey, full_every: int) -> ParentBlocks | None:
-    """The part among these that has the same tensors at the same positions."""
+def earlier_part(
+    engine: Engine, before: Sequence[tuple[Part, BlockLocations]], layout: Digest, author: PartAuthor, regions: bytes, *, full_every: int
+) -> ParentBlocks | None:
+    """The part among these that has the same tensors at the same positions, so that the rows of their blocks correspond."""
+    key = (layout, author.rank, author.world_size, author.layout_of, regions)
     for part, places in before:
-        if (
-            PartKey(layout_id=part.layout_id, rank=part.rank, world_size=part.world_size, layout_of=part.layout_of, regions=part.regions)
-            == key
-        ):
+        if (part.layout_id, part.rank, part.world_size, part.layout_of, part.regions) == key:
             return ParentBlocks(engine, part, places, full_every)
     return None
 

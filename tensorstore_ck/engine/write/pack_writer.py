@@ -68,8 +68,6 @@ class EncodedBlock(NamedTuple):
 
 @dataclass(slots=True, eq=False, repr=False)
 class _OpenPack:
-    """One pack that is being written."""
-
     ulid: Ulid
     writer: ObjectWriter
     reserved_bytes: int = HEADER.size
@@ -81,31 +79,21 @@ class _OpenPack:
     """Blocks with bases, without their bytes."""
 
 
+@dataclass(eq=False, repr=False)
 class PackWriter:
     """Takes runs of blocks from any thread, and writes packs of up to `limit_bytes`."""
 
-    def __init__(
-        self,
-        backend: Backend,
-        new_id: IdSource,
-        known: Callable[[Sequence[Digest]], Mapping[Digest, Location]],
-        *,
-        open_packs: int = 1,
-        limit_bytes: int = PACK_LIMIT_BYTES,
-        meter: SaveMeter | None = None,
-    ) -> None:
-        """`known` returns the locations of those blocks that lie in the store already; it is called under a lock.
+    backend: Backend
+    new_id: IdSource
+    known: Callable[[Sequence[Digest]], Mapping[Digest, Location]]
+    """Returns the locations of those blocks that lie in the store already; called under a lock."""
+    open_packs: int = 1
+    """Up to so many packs are written in parallel."""
+    limit_bytes: int = PACK_LIMIT_BYTES
+    meter: SaveMeter = field(default_factory=SaveMeter)
+    """Counts every run; an error that it raises ends the work."""
 
-        Up to `open_packs` are written in parallel.
-
-        `meter` counts every run; an error that it raises ends the work.
-        """
-        self._backend = backend
-        self._new_id = new_id
-        self._known = known
-        self._open_packs = open_packs
-        self._limit_bytes = limit_bytes
-        self._meter = meter if meter is not None else SaveMeter()
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._open: list[_OpenPack] = []
         self._unsealed: list[_OpenPack] = []
@@ -127,13 +115,13 @@ class PackWriter:
         `encode` returns the stored bytes of a new block, by its number in the run; without it they are stored raw. `identify` returns
         the id of a block.
         """
-        with self._meter.timed("hash", sum(map(len, run))):
+        with self.meter.timed("hash", sum(map(len, run))):
             ids = [*map(block_id, run)] if identify is None else [*map(identify, range(len(run)))]
         with self._lock:
             fresh = self._claim(ids)
         if fresh:
             blocks = []
-            with self._meter.timed("encode", sum(map(len, map(run.__getitem__, fresh)))):
+            with self.meter.timed("encode", sum(map(len, map(run.__getitem__, fresh)))):
                 for number in fresh:
                     encoding = encode(number) if encode else BlockEncoding(Encoded(Codec.RAW, (run[number],)))
                     blocks.append(EncodedBlock(ids[number], *encoding.encoded, len(run[number]), encoding.bases, encoding.flags))
@@ -155,12 +143,8 @@ class PackWriter:
             places = self._places_of(ids)
             self._add_found(places)
         is_there = [block in places for block in ids]
-        self._meter.count("hash", sum(compress(sizes_bytes, is_there)))
+        self.meter.count("hash", sum(compress(sizes_bytes, is_there)))
         return is_there
-
-    def is_found_as(self, codec: Codec, block: Digest) -> bool:
-        """Whether a block was claimed in the store, where it has this codec."""
-        return block in self.found and self.found[block].codec == codec
 
     def add_encoded(self, blocks: Sequence[EncodedBlock]) -> None:
         """Stores encoded blocks that are not there yet; the caller has verified them. Their buffers may be reused afterwards."""
@@ -176,7 +160,7 @@ class PackWriter:
     def close(self) -> None:
         """Seals all open packs: everything added is durable afterwards."""
         packs, self._open = self._open, []
-        with self._meter.timed("write"):
+        with self.meter.timed("write"):
             for_each(packs, self._seal, len(packs))
 
     def abort(self) -> None:
@@ -185,7 +169,7 @@ class PackWriter:
             pack.writer.abort()
 
     def _places_of(self, ids: Sequence[Digest]) -> dict[Digest, Location]:
-        return {**self._known([block for block in ids if block not in self.found]), **{b: self.found[b] for b in ids if b in self.found}}
+        return {**self.known([block for block in ids if block not in self.found]), **{b: self.found[b] for b in ids if b in self.found}}
 
     def _add_found(self, places: Mapping[Digest, Location]) -> None:
         self.found |= places
@@ -197,7 +181,7 @@ class PackWriter:
         for number, block in enumerate(ids):
             if block not in self._claimed:
                 first.setdefault(block, number)
-        known = self._known([*first])
+        known = self.known([*first])
         self.found |= known
         self._claimed |= first.keys()
         for block in known:
@@ -215,10 +199,10 @@ class PackWriter:
             pack = self._pack_to_append_to()
             pack.reserved_bytes += size
             pack.appending += 1
-            if pack.reserved_bytes >= self._limit_bytes:
+            if pack.reserved_bytes >= self.limit_bytes:
                 pack.full = True
                 self._open.remove(pack)
-        with self._meter.timed("write", size):
+        with self.meter.timed("write", size):
             offset = pack.writer.append(pieces)
         rows, based = [], dict[bytes, EncodedBlock]()
         for block, (check, stored_bytes) in zip(blocks, stored, strict=True):
@@ -237,9 +221,9 @@ class PackWriter:
     def _pack_to_append_to(self) -> _OpenPack:
         """An open pack that no thread appends to, if possible: filesystems let one writer at a time into a file."""
         pack = min(self._open, key=lambda pack: pack.appending, default=None)
-        if pack is None or (pack.appending and len(self._open) < self._open_packs and pack.reserved_bytes >= SHARED_PACK_BYTES):
-            ulid = self._new_id()
-            pack = _OpenPack(ulid, self._backend.open_writer(pack_name(ulid)))
+        if pack is None or (pack.appending and len(self._open) < self.open_packs and pack.reserved_bytes >= SHARED_PACK_BYTES):
+            ulid = self.new_id()
+            pack = _OpenPack(ulid, self.backend.open_writer(pack_name(ulid)))
             self._unsealed.append(pack)
             pack.writer.append([PLAIN_HEADER])
             self._open.append(pack)

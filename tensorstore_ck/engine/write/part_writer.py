@@ -21,7 +21,7 @@ from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import CapturedState, TensorBlock
 from tensorstore_ck.engine.reachability import BlockLocations, extents_of, require_bases, with_bases
 from tensorstore_ck.engine.write.dedup import FrozenBlocks, skip_unchanged
-from tensorstore_ck.engine.write.delta_bases import SPARSE_SHARE, Comparison, Fp32Masters, ParentBlocks, PartKey, earlier_part
+from tensorstore_ck.engine.write.delta_bases import SPARSE_SHARE, Comparison, Fp32Masters, ParentBlocks, earlier_part
 from tensorstore_ck.engine.write.pack_writer import BlockEncoding, PackWriter
 from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, CaptureSample, Sampling, require_unchanged
 from tensorstore_ck.engine.write.write_plan import SINGLE, PartAuthor, WritePlan, plan_of
@@ -103,16 +103,8 @@ def write_part(
 ) -> WrittenPart:
     """Hashes and stores everything that this rank has to store.
 
-    Args:
-        engine: The store.
-        captured: The state.
-        known: Which blocks need not be written.
-        anchor: The log entry at which `known` looks blocks up.
-        author: The rank whose part it is.
-        coding: How blocks are encoded.
-        meter: Counts the progress; an error that it raises ends the work.
-        apart: Whether the layout and large values get separate, small packs.
-        sampling: What of the tensors is read a second time at the end.
+    `known`: which blocks need not be written, as of the log entry `anchor`. An error that `meter` raises ends the work. `apart`: the layout
+    and large values get separate, small packs. `sampling`: what of the tensors is read a second time at the end.
 
     Raises:
         FrozenChangedError: a tensor declared frozen has other bytes than when it was last read.
@@ -121,8 +113,7 @@ def write_part(
     earlier, plan = None, plan_of(captured, author, engine.config.block_bytes)
     if coding.full_every:  # blocks may be stored as differences to those of the snapshot before
         layout = layout_id(captured.layout.encoded)
-        key = PartKey(layout_id=layout, rank=author.rank, world_size=author.world_size, layout_of=author.layout_of, regions=plan.regions)
-        earlier = earlier_part(engine, known.parts, key, coding.full_every)
+        earlier = earlier_part(engine, known.parts, layout, author, regions=plan.regions, full_every=coding.full_every)
     write = partial(write_tensors, captured, plan, coding=coding, earlier=earlier, sampling=sampling)
     try:
         with open_packs(engine, known, meter) as first:
@@ -147,7 +138,7 @@ def write_part(
 def open_packs(engine: Engine, known: BlockLookup, meter: SaveMeter | None = None) -> Iterator[PackWriter]:
     """A writer of blocks that are not `known`; every pack is durable when the block ends."""
     open_at_once = min(cpu_threads(), MAX_OPEN_PACKS) if engine.backend.is_local else 1
-    packs = PackWriter(engine.backend, engine.put_id, known.find, open_packs=open_at_once, meter=meter)
+    packs = PackWriter(engine.backend, engine.put_id, known.find, open_packs=open_at_once, meter=meter or SaveMeter())
     try:
         yield packs
         packs.close()
@@ -310,7 +301,8 @@ class RunWriter:
     def may_be_cast(self, row: int) -> bool:
         """Whether the block in a row, which is stored, may be stored as a cast: weights of the same bytes, such as zeros, were first."""
         block = self.ids[row]
-        return block in self.weight_ids or self._packs.is_found_as(Codec.CAST, block)
+        found = self._packs.found.get(block)
+        return block in self.weight_ids or (found is not None and found.codec == Codec.CAST)
 
     def store(self, blocks: Sequence[TensorBlock]) -> None:
         """Stores the blocks of a run, in order."""

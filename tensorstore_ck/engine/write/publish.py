@@ -66,21 +66,14 @@ def publish(
 ) -> SnapshotRow:
     """Makes the record of a snapshot durable, unless it is, and appends the entry that publishes it. Its packs and parts are durable.
 
-    Args:
-        engine: The store.
-        record: The snapshot's.
-        txn: The transaction. If the log has an outcome for it already, that one holds.
-        anchor: The oldest head at which the save chose blocks to rely on: see gc/PROTOCOL.md.
-        arrange: Gets a view of the log and the operation that publishes. Checks that the ref is where it must be; returns the operations
-            of the entry. If it returns none, nothing is published.
-        condemned: Returns which objects of the snapshot are condemned at that head, and must be rescued; raises `SnapshotExpiredError` if
-            gc freed one.
-        staged: The transaction under which the snapshot was staged.
-        snapshot: The ULID of its record; by default `staged`, or else `txn`, so that salvage recognises the record of an aborted save.
-        stored: The bytes of the record, if it is in the store.
-        began_ns: When the save began, by the engine's clock, for the entry to say how long it took.
-        also: Adds rows to the batch that folds the entry, such as those of the block index.
-        at: A view at which the first try is made, if the log has not moved since.
+    `txn`: the transaction; if the log has an outcome for it already, that one holds. `anchor`: the oldest head at which the save chose
+    blocks to rely on: see gc/PROTOCOL.md. `arrange` gets a view of the log and the operation that publishes, checks that the ref is where
+    it must be, and returns the operations of the entry; if it returns none, nothing is published. `condemned` returns which objects of the
+    snapshot are condemned at that head, and must be rescued; it raises `SnapshotExpiredError` if gc freed one.
+
+    `staged`: the transaction under which the snapshot was staged. `snapshot`: the ULID of its record; by default `staged`, or else `txn`,
+    so that salvage recognises the record of an aborted save. `stored`: the bytes of the record, if it is in the store. `began_ns`: when the
+    save began, by the engine's clock, for the entry to say how long it took. `also`, `at`: see `Log.append`.
 
     Raises:
         ConflictError: the ref is elsewhere; nothing is visible.

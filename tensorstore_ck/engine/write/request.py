@@ -6,7 +6,7 @@ from typing import Final, Literal, NamedTuple, TypedDict, cast, get_args
 
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, SAMPLE_SHARE, Sampling, turn_of
+from tensorstore_ck.engine.write.sampled_checks import NOT_VERIFIED, SAMPLE_SHARE, Sampling
 from tensorstore_ck.errors import InvalidOptionError
 from tensorstore_ck.format.codec import CodecName, Coding, DeltaOption, check_codec_name, check_delta
 from tensorstore_ck.format.record import MAX_STEP, SaveOrigin, check_metrics, check_origin, encode_metadata
@@ -79,11 +79,6 @@ class SaveOptions(NamedTuple):
     origin: SaveOrigin
     any_step: bool = False
     """Whether the step may be lower than that of a head that was only restored: see `RefFence.expected`."""
-
-    def sampling_of_copies(self, number: int) -> "tuple[Sampling, SaveOptions]":
-        """The samples of save `number` to compare with its copies; and its options, without a second read of the state."""
-        sampling = Sampling(turn_of(None, number), self.checks.verify_capture)
-        return sampling, self._replace(checks=self.checks._replace(verify_capture=0.0))
 
 
 class SaveArguments(TypedDict, total=False):

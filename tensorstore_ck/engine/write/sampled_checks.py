@@ -17,6 +17,7 @@ import numpy as np
 from tensorstore_ck.common.buffers import Buffer
 from tensorstore_ck.common.ids import Digest, block_id, derived_hash
 from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.common.units import listed
 from tensorstore_ck.engine.interfaces import CapturedState, Numbers, TensorBlock
 from tensorstore_ck.engine.write.write_plan import InlineTensors
 from tensorstore_ck.errors import CaptureChangedError
@@ -114,11 +115,6 @@ def _draw(tensor: Any, share: float, turn: int) -> tuple[Any, int]:
     return offset, -(-int(share * STRIDE_BYTES) // _ALIGN) * _ALIGN
 
 
-def is_floating(dtype: str, item_bytes: int) -> bool:
-    """Whether a layout's dtype has floating or complex numbers."""
-    return elements_of(dtype, item_bytes).is_float
-
-
 def count_non_finite(data: Buffer, dtype: str, item_bytes: int) -> Finiteness:
     """Counts the elements, and those that are not finite, of a dtype of a layout."""
     mask = _mask_of(dtype, item_bytes)
@@ -161,10 +157,10 @@ class CaptureSample:
                 continue  # frozen tensors have their own check
             sampled = pieces(tensor, start=start, stop=stop, share=self._share, turn=self._turn)
             if self._verify_share and row not in self._hashed_rows:
-                is_same = self._verify_share == self._share
-                for first, last in (
-                    sampled if is_same else pieces(tensor, start=start, stop=stop, share=self._verify_share, turn=self._turn)
-                ):
+                again = sampled
+                if self._verify_share != self._share:
+                    again = pieces(tensor, start=start, stop=stop, share=self._verify_share, turn=self._turn)
+                for first, last in again:
                     run.append(SampledPiece(tensor, first, last, block_id(data[first - start : last - start])))
             spec = self._specs[tensor]
             if _mask_of(spec.dtype, spec.item_bytes) is None:
@@ -192,14 +188,11 @@ class CaptureSample:
             joined = (pieces(tensor, start, stop, share=self._share, turn=self._turn) for start, stop in _joined(several))
             sampled_bytes = sum(last - first for sampled in joined for first, last in sampled)
             self._elements += sampled_bytes // elements_of(spec.dtype, spec.item_bytes).item_bytes
-            if not self._is_finite(tensor):
-                self._count_unread(several)
-
-    def _count_unread(self, blocks: Sequence[TensorBlock]) -> None:
-        for row, tensor, start, stop in blocks:
-            for first, last in pieces(tensor, start=start, stop=stop, share=self._share, turn=self._turn):
-                if count := self._count_non_finite(tensor, first, last):
-                    self.non_finite_rows[row] = self.non_finite_rows.get(row, 0) + count
+            for row, _, start, stop in () if self._is_finite(tensor) else several:
+                for first, last in pieces(tensor, start=start, stop=stop, share=self._share, turn=self._turn):
+                    data = self._captured.sources.read(tensor, first, last)
+                    if count := count_non_finite(data, spec.dtype, spec.item_bytes).non_finite:
+                        self.non_finite_rows[row] = self.non_finite_rows.get(row, 0) + count
 
     def note_inline(self, inlined: InlineTensors, data: Buffer) -> None:
         """Samples all small tensors; `data`: their bytes."""
@@ -222,10 +215,6 @@ class CaptureSample:
         if mask is None or captured.device_blocks is None:
             return False
         return not sampled or captured.device_blocks.is_finite(source, sampled, mask, word_bytes)
-
-    def _count_non_finite(self, tensor: int, start: int, stop: int) -> int:
-        spec = self._specs[tensor]
-        return count_non_finite(self._captured.sources.read(tensor, start, stop), spec.dtype, spec.item_bytes).non_finite
 
     @property
     def finiteness(self) -> Finiteness:
@@ -280,10 +269,10 @@ def require_unchanged(captured: CapturedState, changed: set[int]) -> None:
     """
     if changed:
         names = [captured.layout.tensors[number].name for number in sorted(changed)]
-        shown = ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
         raise CaptureChangedError(
-            f"{shown} changed while being captured, so the save would hold a mixture of two states: nothing was published. Save between "
-            "steps, when no thread changes the state, or leave such tensors out; verify_capture=0 turns this check off",
+            f"{listed(names, MAX_NAMED)} changed while being captured, so the save would hold a mixture of two states: nothing was "
+            "published. Save between steps, when no thread changes the state, or leave such tensors out; verify_capture=0 turns this "
+            "check off",
             object_id=names[0],
         )
 

@@ -246,17 +246,8 @@ def commit(
 ) -> SnapshotRow:
     """Judges the findings of all ranks, and commits their parts: the record, then one log entry.
 
-    Args:
-        destination: Where the parts are.
-        request: The ref, the step and the other options, as of one log entry.
-        reports: The parts of each rank, in the order of ranks.
-        findings: The findings of each rank.
-        logical_bytes: The bytes of the whole state.
-        meter: Counts the progress.
-        view: The log at an entry that has the snapshot before.
-        txn: The snapshot's ULID; None: a new one.
-        streams: See `record_of`.
-        mark: A mark for the snapshot, and the reason.
+    `reports`, `findings`: of each rank, in their order. `logical_bytes`: of the whole state. `view`: the log at an entry that has the
+    snapshot before. `txn`: the snapshot's ULID; None: a new one. `streams`: see `record_of`. `mark`: for the snapshot, and the reason.
 
     Raises:
         SuspiciousSaveError: the content contradicts the step; nothing is published.
@@ -279,10 +270,8 @@ def commit(
             raise
 
 
-def save_captured(engine: Engine, captured: CapturedState, request: SaveRequest, meter: SaveMeter | None = None) -> SnapshotRow:
+def save_captured(engine: Engine, captured: CapturedState, request: SaveRequest) -> SnapshotRow:
     """Saves a state in the store; returns once it is durable and published. The caller has followed the log.
-
-    `meter` counts the progress; an error that it raises gives the save up.
 
     Raises:
         ConflictError: the ref is not where it was expected; nothing is visible.
@@ -290,7 +279,7 @@ def save_captured(engine: Engine, captured: CapturedState, request: SaveRequest,
     """
     engine.require_writable()
     with StoreDestination(engine) as destination:
-        return write_and_commit(destination, captured=captured, request=request, meter=meter or SaveMeter(), view=engine.log.view())
+        return write_and_commit(destination, captured=captured, request=request, meter=SaveMeter(), view=engine.log.view())
 
 
 def write_and_commit(

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _Storag
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
+from tensorstore_ck.common.units import listed
 from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.tree import ATTRIBUTES, Container, Leaf, Tree, leaves
@@ -29,7 +30,6 @@ from tensorstore_ck.integrations.exporting.output_file import OutputFile, write_
 from tensorstore_ck.integrations.exporting.torch_zip_template import TorchZipTemplate, build_template, require_savable
 from tensorstore_ck.state.allocate import LeafForm, form_of
 from tensorstore_ck.state.byte_sources import new_tensor
-from tensorstore_ck.state.select import listed
 
 _DICTS: Final = frozenset("docf")
 _BY_VALUE: Final = frozenset("unr")

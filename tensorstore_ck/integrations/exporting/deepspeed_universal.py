@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from tensorstore_ck.common.descriptors import sync_path
+from tensorstore_ck.common.units import listed
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.integrations.deepspeed_names import CLIENT_STATE, COUNTERS, EXPORTED, MASTER, MICRO_OFFSET, UNSAVED_COUNTERS
 from tensorstore_ck.integrations.exporting.atomic_target import require_disk_space
@@ -27,7 +28,6 @@ from tensorstore_ck.integrations.exporting.meta_state import MetaState
 from tensorstore_ck.integrations.exporting.output_file import OutputFile, write_file
 from tensorstore_ck.integrations.exporting.torch_file import TorchOutput
 from tensorstore_ck.integrations.exporting.torch_zip_template import TorchZipTemplate, build_template
-from tensorstore_ck.state.select import listed
 from tensorstore_ck.training.per_rank_state import VALUES, own_states
 from tensorstore_ck.training.state_sides import OWN
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from tensorstore_ck.common.units import listed
 from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.tree import Container, Leaf, Tree
 from tensorstore_ck.integrations.exporting.byte_routing import size_bytes
@@ -22,7 +23,6 @@ from tensorstore_ck.integrations.exporting.output_file import write_file
 from tensorstore_ck.integrations.megatron_layout import COMMON, is_object_key
 from tensorstore_ck.state.allocate import TensorAllocator
 from tensorstore_ck.state.rebuild_tree import build, require_buildable
-from tensorstore_ck.state.select import listed
 
 _CONFIG: Final = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
 

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 from tensorstore_ck.backend.os_errors import os_errors
 from tensorstore_ck.common.extras import missing_extra
 from tensorstore_ck.common.foreign_text import parse_json
+from tensorstore_ck.common.units import listed
 from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import MismatchError, NotFoundError, UnsupportedValueError
 from tensorstore_ck.format.tree import Container, Leaf, Tree, leaves
@@ -30,7 +31,6 @@ from tensorstore_ck.integrations.model_file_names import (
     stored_files,
 )
 from tensorstore_ck.state.registered_types import decode_torch
-from tensorstore_ck.state.select import listed
 
 ADAPTER_STEM: Final = "adapter_model"
 _WEIGHTS_KEYS: Final = ("model", "state_dict", ADAPTER_STEM)

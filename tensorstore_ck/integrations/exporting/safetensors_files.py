@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from tensorstore_ck.common.units import listed
 from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import MismatchError, UnsupportedValueError
 from tensorstore_ck.format.tree import Leaf, Tree, leaves
@@ -23,7 +24,6 @@ from tensorstore_ck.integrations.exporting.output_file import OutputFile, write_
 from tensorstore_ck.integrations.safetensors_format import MAX_HEADER_BYTES, METADATA, NUMPY_DTYPES, TORCH_DTYPES, file_shape
 from tensorstore_ck.state.allocate import AnyDtype, LeafForm, form_of
 from tensorstore_ck.state.registered_types import DTYPE_NAMES, decode_torch
-from tensorstore_ck.state.select import listed
 
 SUFFIXES: Final = (".safetensors",)
 VALUES_NAME: Final = "values.json"

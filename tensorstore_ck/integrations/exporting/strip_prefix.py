@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from tensorstore_ck.common.units import listed
 from tensorstore_ck.errors import InvalidOptionError, MismatchError
 from tensorstore_ck.format.tree import Container, Leaf, Tree, leaves
 from tensorstore_ck.format.values import key_text
 from tensorstore_ck.state.rebuild_tree import UNSELECTED
-from tensorstore_ck.state.select import listed
 
 DICTS = ("d", "o", "c", "f")
 """The tags of dicts."""

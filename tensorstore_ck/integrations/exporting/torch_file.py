@@ -6,6 +6,7 @@ from typing import Final, NamedTuple
 
 import torch
 
+from tensorstore_ck.common.units import listed
 from tensorstore_ck.engine.interfaces import SnapshotContent
 from tensorstore_ck.errors import CorruptObjectError
 from tensorstore_ck.format.sealed import pack_body
@@ -17,7 +18,6 @@ from tensorstore_ck.integrations.exporting.meta_state import MetaState
 from tensorstore_ck.integrations.exporting.output_file import OutputFile
 from tensorstore_ck.integrations.exporting.torch_zip_template import TorchZipTemplate, build_template, require_savable
 from tensorstore_ck.state import capture
-from tensorstore_ck.state.select import listed
 
 SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt")
 NAME: Final = "model.pt"

@@ -12,8 +12,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from tensorstore_ck.common.units import listed
 from tensorstore_ck.errors import UnsupportedValueError
-from tensorstore_ck.state.select import listed
 
 _DESCRIPTOR: Final = b"PK\x07\x08"
 _ENTRY: Final = b"PK\x01\x02"

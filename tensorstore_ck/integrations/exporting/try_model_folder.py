@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import torch
 
+from tensorstore_ck.common.units import listed
 from tensorstore_ck.errors import MismatchError
 from tensorstore_ck.integrations.model_file_names import ADAPTER_CONFIG
-from tensorstore_ck.state.select import listed
 
 _NO_FOREIGN_CODE: Final = {"trust_remote_code": False, "attn_implementation": "eager"}
 """A configuration can name code, such as the kernel of another repository as its attention, that transformers would load and run."""

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, Final
 
+from tensorstore_ck.common.units import listed
 from tensorstore_ck.format.layout import MAX_TENSOR_BYTES
 from tensorstore_ck.format.sharding import BoxBounds
 from tensorstore_ck.integrations.importing.dcp_folder import assembled
@@ -19,7 +20,6 @@ from tensorstore_ck.integrations.importing.pickle_allowlist import PickleAllowli
 from tensorstore_ck.integrations.importing.placeholders import FoundState, Unstorable
 from tensorstore_ck.integrations.importing.safetensors_file import SafetensorsContent, is_safetensors, load_safetensors, parse_json
 from tensorstore_ck.state.rank_shares import LocalPiece
-from tensorstore_ck.state.select import listed
 
 KIND: Final = "folder of HuggingFaceStorageWriter"
 OFFSETS: Final = "DCP_SHARDING_INFO"

@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
+from tensorstore_ck.common.units import listed
 from tensorstore_ck.errors import AmbiguousAddressError, CorruptObjectError, NotFoundError, UnsupportedValueError
 from tensorstore_ck.format.record import MAX_STEP
 from tensorstore_ck.integrations.importing import dcp_folder, dcp_safetensors, megatron_folder, sharded_index, trainer_folder
@@ -19,7 +20,6 @@ from tensorstore_ck.integrations.importing.placeholders import FoundState
 from tensorstore_ck.integrations.importing.safetensors_file import is_safetensors, load_safetensors
 from tensorstore_ck.integrations.importing.torch_file import is_torch_file, load_torch_file
 from tensorstore_ck.integrations.model_file_names import MODEL_FILES
-from tensorstore_ck.state.select import listed
 
 LIGHTNING_VERSION: Final = "pytorch-lightning_version"
 _LIGHTNING_META: Final = "meta.pt"

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from tensorstore_ck.common.deprecation import renamed_argument
 from tensorstore_ck.common.local_path import local_path
+from tensorstore_ck.common.units import listed
 from tensorstore_ck.common.user_frames import short_errors
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.request import LAST_SEEN, AnyHead, LastSeen
@@ -25,7 +26,6 @@ from tensorstore_ck.integrations.weight_names import read_names
 from tensorstore_ck.integrations.weight_names.states import convert_state
 from tensorstore_ck.log.snapshot import Snapshot
 from tensorstore_ck.state import capture
-from tensorstore_ck.state.select import listed
 from tensorstore_ck.store import Store
 from tensorstore_ck.store.internals import put_captured, require_opened
 

@@ -208,11 +208,7 @@ class Channel:
         Keys are read in batches, in order, the next batch when one is complete: a poll costs one small request for any number of ranks,
         and the whole collection ``2 * len(keys) / BATCH`` round trips.
 
-        Args:
-            keys: Which rank writes each.
-            deadline: When to stop waiting.
-            alarm: A key that ends the wait.
-            on_late: Called once, with the ranks that have not written their key within `LATE_SECONDS`.
+        `keys`: which rank writes each. `on_late` is called once, with the ranks that have not written their key within `LATE_SECONDS`.
 
         Raises:
             ChannelError: the store cannot be used.

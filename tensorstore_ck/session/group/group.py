@@ -260,7 +260,6 @@ class Group:
             return self._agreed
 
     def _elsewhere(self, ranks: Sequence[int]) -> str:
-        """See `Wait.elsewhere`."""
         with suppress(ChannelError, TypeError):
             for rank in ranks:
                 record, who = self._stores().try_get(str(rank), self._clock()), named_ranks([rank], self.in_job)

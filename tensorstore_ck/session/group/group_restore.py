@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -75,37 +76,28 @@ class GroupReading:
         return {"bits": np.bitwise_and.reduce(bits_of_ranks).tobytes()}
 
 
+@dataclass(eq=False, repr=False)
 class GroupRestore(Generic[T]):
     """One rank's side of one restore. Every rank calls it with its own side of the state."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        own: Group,
-        address: str,
-        find: Callable[[str], Resolved],
-        read: "Callable[[SnapshotRow, GroupReading], T]",
-        *,
-        broadcast: bool,
-        must_agree: "Callable[[SnapshotRow], bool]",
-        sources: RestoreSources | None,
-        timeout_seconds: float,
-    ) -> None:
-        """`find` and `must_agree` are called by rank 0, `read` by all; `must_agree`: whether `read` calls `GroupReading.agree`.
-        `broadcast`: must be the same on all ranks.
-        """
-        self._sources = sources
-        self._engine = engine
-        self._own = own
-        self._address = address
-        self._find = find
-        self._read = read
-        self._broadcast = broadcast
-        self._must_agree = must_agree
-        title = f"the checkout of {address!r}"
-        self._attempt = own.begin(title, object_id=address, timeout=timeout_seconds)
-        self._host = HostSharedReads(self._attempt.txn.hex(), own.rank, timeout=timeout_seconds)
-        self._reading = GroupReading(own, self._host, title, timeout_seconds)
+    engine: Engine
+    own: Group
+    address: str
+    find: Callable[[str], Resolved]
+    """Called by rank 0, as is `must_agree`."""
+    read: "Callable[[SnapshotRow, GroupReading], T]"
+    broadcast: bool
+    """Must be the same on all ranks."""
+    must_agree: "Callable[[SnapshotRow], bool]"
+    """Whether `read` calls `GroupReading.agree`."""
+    sources: RestoreSources | None
+    timeout_seconds: float
+
+    def __post_init__(self) -> None:
+        title = f"the checkout of {self.address!r}"
+        self._attempt = self.own.begin(title, object_id=self.address, timeout=self.timeout_seconds)
+        self._host = HostSharedReads(self._attempt.txn.hex(), self.own.rank, timeout=self.timeout_seconds)
+        self._reading = GroupReading(self.own, self._host, title, self.timeout_seconds)
         self._done: list[tuple[T, Resolved]] = []
 
     def run(self) -> tuple[T, Resolved]:
@@ -115,17 +107,17 @@ class GroupRestore(Generic[T]):
             self._attempt.run(steps)
         finally:
             self._host.close()
-            if self._sources is not None:
-                self._sources.close()
+            if self.sources is not None:
+                self.sources.close()
         return self._done[0]
 
     def _propose(self) -> Body:
-        sources = {} if self._sources is None else self._sources.propose()
-        return {"address": self._address, "broadcast": bool(self._broadcast), "host": host_key(), "sources": sources}
+        sources = {} if self.sources is None else self.sources.propose()
+        return {"address": self.address, "broadcast": bool(self.broadcast), "host": host_key(), "sources": sources}
 
     def _compare(self, proposals: list[Body]) -> Body:
-        require_same(proposals, ("address", "broadcast"), self._own.in_job)
-        resolved = self._find(self._address)
+        require_same(proposals, ("address", "broadcast"), self.own.in_job)
+        resolved = self.find(self.address)
         numbers: dict[bytes, int] = {}
         names = (take(proposal, "host", bytes) or f"rank {rank}".encode() for rank, proposal in enumerate(proposals))
         hosts = [numbers.setdefault(name, rank) for rank, name in enumerate(names)]
@@ -134,20 +126,20 @@ class GroupRestore(Generic[T]):
             "branch": resolved.branch,
             "branch_root": resolved.branch_root,
             "hosts": np.array(hosts, "<u4").tobytes(),
-            "must_agree": self._must_agree(resolved.info),
-            "sources": None if self._sources is None else self._sources.plan([take(proposal, "sources", dict) for proposal in proposals]),
+            "must_agree": self.must_agree(resolved.info),
+            "sources": None if self.sources is None else self.sources.plan([take(proposal, "sources", dict) for proposal in proposals]),
         }
 
     def _execute(self, go: Body) -> Body:
         self._reading.must_agree = take(go, "must_agree", bool)
         try:
             resolved = self._found(go)
-            if self._sources is not None and go["sources"] is not None:
-                self._sources.begin(take(go, "sources", dict))
+            if self.sources is not None and go["sources"] is not None:
+                self.sources.begin(take(go, "sources", dict))
             hosts = np.frombuffer(take(go, "hosts", bytes), "<u4")
-            if not self._engine.backend.is_local:  # on local files the page cache does it, four times as fast
-                self._host.join(np.flatnonzero(hosts == hosts[self._own.rank]).tolist())
-            self._done.append((self._read(resolved.info, self._reading), resolved))
+            if not self.engine.backend.is_local:  # on local files the page cache does it, four times as fast
+                self._host.join(np.flatnonzero(hosts == hosts[self.own.rank]).tolist())
+            self._done.append((self.read(resolved.info, self._reading), resolved))
         except Exception as exc:
             self._reading.fail(exc)
             raise
@@ -155,12 +147,12 @@ class GroupRestore(Generic[T]):
         return {"unclaimed": self._reading.unclaimed.record()}
 
     def _found(self, go: Body) -> Resolved:
-        view, ulid = self._engine.log.readable_view(), take(go, "snapshot", bytes)
+        view, ulid = self.engine.log.readable_view(), take(go, "snapshot", bytes)
         info = view.snapshot(ulid) or view.staged(ulid)
         if info is None:
             raise BackendUnavailableError(
-                f"this rank does not see the snapshot that rank 0 found at {self._address!r}: do all ranks open one store?",
-                object_id=self._address,
+                f"this rank does not see the snapshot that rank 0 found at {self.address!r}: do all ranks open one store?",
+                object_id=self.address,
             )
         return Resolved(info, go["branch"], None if go["branch_root"] is None else Digest(take(go, "branch_root", bytes)))
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -166,8 +167,6 @@ class HostSharedReads:
 
 
 class _Shared(NamedTuple):
-    """A block that several ranks want."""
-
     id: bytes
     raw: int
     fetcher: int
@@ -237,11 +236,9 @@ class _SharedWindow:
         os.pwrite(self._file, _SET, number)
 
     def is_ready(self, number: int) -> bool:
-        """Whether a block was passed on."""
         return os.pread(self._file, 1, number) == _SET
 
     def block(self, number: int) -> memoryview:
-        """The bytes of a block that is ready."""
         start = self._starts[number]
         return memoryview(self._memory)[start : start + self.blocks[number].raw]
 
@@ -250,12 +247,10 @@ class _SharedWindow:
         os.pwrite(self._file, _SET, len(self.blocks) + self._peers.index(rank))
 
     def unfinished(self) -> list[int]:
-        """The ranks that still need the window."""
         flags = os.pread(self._file, len(self._peers), len(self.blocks))
         return [rank for rank, flag in zip(self._peers, flags, strict=True) if not flag]
 
     def close(self) -> None:
-        """Unmaps the memory."""
         self._memory.close()
         os.close(self._file)
 
@@ -276,21 +271,17 @@ class _Slot(ByteTarget):
         self._window.put(self._number, data)
 
 
+@dataclass(eq=False, repr=False)
 class _Passing:
     """One round: a thread fetches the blocks assigned to this rank, and the caller's thread takes the blocks that this rank wants."""
 
-    def __init__(
-        self,
-        host: HostSharedReads,
-        plan: list[list[_Shared]],
-        mine: dict[bytes, list[WantedBlock]],
-        read: Callable[[Sequence[WantedBlock]], None],
-    ) -> None:
-        self._host = host
-        self._plan = plan
-        self._name = derived_hash("plan of a round", *(block.id for blocks in plan for block in blocks)).hex()[:32]
-        self._mine = mine
-        self._read = read
+    host: HostSharedReads
+    plan: list[list[_Shared]]
+    mine: dict[bytes, list[WantedBlock]]
+    read: Callable[[Sequence[WantedBlock]], None]
+
+    def __post_init__(self) -> None:
+        self._name = derived_hash("plan of a round", *(block.id for blocks in self.plan for block in blocks)).hex()[:32]
         self._windows: dict[int, _SharedWindow | None] = {}
         self._lock = threading.Lock()
         self._error: BaseException | None = None
@@ -301,10 +292,10 @@ class _Passing:
         fetching.start()
         left: list[WantedBlock] = []
         try:
-            for number in range(len(self._plan)):
+            for number in range(len(self.plan)):
                 left += self._take(number)
         except BaseException:
-            self._host.leave()
+            self.host.leave()
             raise
         finally:
             fetching.join()
@@ -316,41 +307,41 @@ class _Passing:
 
     def _fetch(self) -> None:
         try:
-            for number, blocks in enumerate(self._plan):
+            for number, blocks in enumerate(self.plan):
                 if number >= WINDOWS:
                     self._drop(number - WINDOWS, wait=True)
                 window = self._window(number)
                 if window is None:
-                    return self._host.leave()
-                assigned = [at for at, block in enumerate(blocks) if block.fetcher == self._host.rank]
-                self._read([self._mine[blocks[at].id][0]._replace(start=0, target=_Slot(window, at)) for at in assigned])
+                    return self.host.leave()
+                assigned = [at for at, block in enumerate(blocks) if block.fetcher == self.host.rank]
+                self.read([self.mine[blocks[at].id][0]._replace(start=0, target=_Slot(window, at)) for at in assigned])
         except BaseException as exc:  # noqa: BLE001 - raised in the caller's thread
             self._error = exc
-            self._host.leave()
+            self.host.leave()
 
     def _take(self, number: int) -> list[WantedBlock]:
         """Delivers the blocks of a window that this rank wants; returns those that are not there."""
         window = self._window(number)
         left: list[WantedBlock] = []
-        for at, block in enumerate(self._plan[number]):
-            targets = self._mine.get(block.id, [])
+        for at, block in enumerate(self.plan[number]):
+            targets = self.mine.get(block.id, [])
             if not targets or self._error is not None:
                 continue
-            if window is None or not self._host.wait(partial(window.is_ready, at), block.fetcher):
+            if window is None or not self.host.wait(partial(window.is_ready, at), block.fetcher):
                 left += targets
                 continue
             with window.block(at) as data:
                 for target in targets:
                     deliver(target.target, target.start, data)
         if window is not None:
-            window.finish(self._host.rank)
+            window.finish(self.host.rank)
         return left
 
     def _window(self, number: int) -> _SharedWindow | None:
         with self._lock:
             if number not in self._windows:
                 try:
-                    self._windows[number] = _SharedWindow(self._path(number), self._plan[number], self._host.peers)
+                    self._windows[number] = _SharedWindow(self._path(number), self.plan[number], self.host.peers)
                 except OSError:
                     self._windows[number] = None
             return self._windows[number]
@@ -361,8 +352,8 @@ class _Passing:
         if window is None:
             return
         if wait:
-            self._host.wait(lambda: all(map(self._host.is_gone, window.unfinished())), self._host.rank)
-            if self._host.rank in window.unfinished():
+            self.host.wait(lambda: all(map(self.host.is_gone, window.unfinished())), self.host.rank)
+            if self.host.rank in window.unfinished():
                 return  # the caller's thread still needs it
         if not window.unfinished():
             self._path(number).unlink(missing_ok=True)
@@ -370,7 +361,7 @@ class _Passing:
         self._windows[number] = None
 
     def _path(self, number: int) -> Path:
-        return self._host.folder / f"{self._name}-{number}"
+        return self.host.folder / f"{self._name}-{number}"
 
 
 def _is_locked(path: Path) -> bool:

@@ -16,8 +16,8 @@ class Participant(NamedTuple):
     """Returns this rank's proposal: what it is about to do."""
     execute: Callable[[Body], Body]
     """Does this rank's part, durably; gets the record of `compare`, returns the result."""
-    resolve: Callable[[str], Body | None] | None
-    """Appends "abort" to the log, with a reason for people, unless the log says "put" already. Returns the outcome's record if put, None if
+    resolve: Callable[[], Body | None] | None
+    """Appends "abort" to the log, unless the log says "put" already. Returns the outcome's record if put, None if
     aborted. The field is None for rounds that leave nothing in the log."""
     compare: Callable[[list[Body]], Body | str]
     """On rank 0, with the proposals of all ranks in order: the answer to all; or, as text, why their states do not fit together. All ranks
@@ -29,7 +29,7 @@ class Participant(NamedTuple):
     rounds."""
 
     @classmethod
-    def failed(cls, error: BaseException, resolve: Callable[[str], Body | None] | None) -> Self:
+    def failed(cls, error: BaseException, resolve: Callable[[], Body | None] | None) -> Self:
         """A rank that cannot take part: its error is its proposal, and ends the round on all ranks."""
 
         def refuse(*_: object) -> NoReturn:

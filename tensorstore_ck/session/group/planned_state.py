@@ -165,7 +165,6 @@ class _View:
         self._data: memoryview | None = None
 
     def read(self, start: int, stop: int) -> memoryview:
-        """Bytes of a copy."""
         if self._data is None:
             memory = np.frombuffer(self._base.read(0, self._base.size_bytes), np.uint8)
             shape, strides = (*self._shape, self._item_bytes), (*self._strides, 1)

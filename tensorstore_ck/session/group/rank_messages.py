@@ -75,11 +75,6 @@ def mismatches(records: Sequence[Mapping[str, Any]], keys: Sequence[str], in_job
     return "; ".join(texts)
 
 
-def listed(items: Sequence[object], most: int) -> str:
-    """The first items, and how many more there are."""
-    return ", ".join(map(str, items[:most])) + (f" and {len(items) - most} more" if len(items) > most else "")
-
-
 def error_text(exc: BaseException) -> str:
     """An error as text, for the other ranks."""
     return shortened(f"{type(exc).__name__}: {exc}", MAX_TEXT)

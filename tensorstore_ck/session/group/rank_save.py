@@ -143,7 +143,7 @@ class RankSave:
         """Looks for blocks in the same snapshot as rank 0: only rank 0 pins that snapshot while a save is staged."""
         self._request = self._request._replace(nearest=None if go["nearest"] is None else take_digest(go, "nearest"))
 
-    def resolve(self, reason: str) -> Body | None:
+    def resolve(self) -> Body | None:
         """Appends "abort" to the log, unless the log has an outcome already, which counts."""
 
         def abort(view: RefTable) -> list[Op]:

@@ -34,21 +34,15 @@ def uncovered(layout: Layout, reported: Mapping[int, Sequence[ExplicitRegions]])
 
     `reported`: rank -> its regions of tensors whose regions do not follow from the layout.
     """
-    held = held_of(reported)
+    held: dict[int, list[Held]] = {}
+    for rank, explicit in reported.items():
+        for number, boxes in explicit:
+            held.setdefault(number, []).extend((rank, box) for box in boxes)
     for tensor, spread in enumerate(layout.spreads):
         problem = gap(layout.tensors[tensor], held.get(tensor, ()), is_flat=spread == "flat") if isinstance(spread, str) else ""
         if problem:
             return problem
     return ""
-
-
-def held_of(reported: Mapping[int, Sequence[ExplicitRegions]]) -> dict[int, list[Held]]:
-    """Tensor -> its regions, and the ranks that hold them."""
-    held: dict[int, list[Held]] = {}
-    for rank, explicit in reported.items():
-        for tensor, boxes in explicit:
-            held.setdefault(tensor, []).extend((rank, box) for box in boxes)
-    return held
 
 
 def gap(spec: TensorSpec, held: Sequence[Held], *, is_flat: bool) -> str:
@@ -128,10 +122,7 @@ class NotOneTensorError(Exception):
 
 
 def cuts_of(sides: Sequence[tuple[tuple[int, ...], Spread]]) -> list[CompleteCut]:
-    """The cuts of a tensor that several kinds hold; the cut with the lowest rank is first.
-
-    Args:
-        sides: The ranks of each kind, and how they hold it.
+    """The cuts of a tensor that several kinds hold; the cut with the lowest rank is first. `sides`: the ranks of each kind, and its spread.
 
     Raises:
         NotOneTensorError: a rank of a mesh does not hold the tensor on it.

@@ -10,13 +10,14 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import block_id, derived_hash
 from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.common.units import listed
 from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.write_plan import PartAuthor
 from tensorstore_ck.format.block_assignment import regions_of_rank
 from tensorstore_ck.format.layout import Layout
 from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.session.group.duplicate_regions import RegionSum, ReportedRegions, contradicting
-from tensorstore_ck.session.group.rank_messages import listed, named_ranks
+from tensorstore_ck.session.group.rank_messages import named_ranks
 
 MAX_BUCKETS: Final = 1 << 16
 """The approximate number of checksums that all ranks report together. With them rank 0 names the tensors that differ."""

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import Digest, block_id, derived_hash
 from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.common.units import listed
 from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, ListedSources
@@ -26,7 +27,6 @@ from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.format.values import encode as encode_value
 from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.session.group.planned_state import SourcePieces
-from tensorstore_ck.session.group.rank_messages import listed
 from tensorstore_ck.session.group.replica_check import DIGEST_BYTES, MAX_NAMED, set_key
 
 MARK: Final = "drift"

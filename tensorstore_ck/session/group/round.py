@@ -210,7 +210,6 @@ class Round:
         return answer
 
     def _collect(self, own: Body) -> list[Body]:
-        """The records of all ranks in this stage: see `_gather`."""
         stage = self._stage
         return [{"record": own, **self._about()}, *self._gather(stage, range(1, self._ranks)).values()]
 
@@ -340,7 +339,7 @@ class Round:
             put = reported.get("put")
             return put if type(put) is dict else FailureReason.of_outcome(reported) or reason
         try:
-            resolved = participant.resolve(reason.text)
+            resolved = participant.resolve()
         except BaseException as exc:
             if self._rank == 0:
                 self._spread({"ask": reason.text})

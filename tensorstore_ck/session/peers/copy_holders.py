@@ -44,10 +44,7 @@ def block_of(rank: int, hosts: Sequence[bytes], copies: int) -> list[int]:
 def targets_of(rank: int, hosts: Sequence[bytes], copies: int) -> list[int]:
     """The ranks that keep copies of this rank's files, one per round, each on another host: the ranks at the same position there.
 
-    Args:
-        rank: Whose files.
-        hosts: The host of each rank.
-        copies: How many; fewer if there are not enough hosts.
+    Fewer than `copies` if there are not enough `hosts`, of which each rank has one.
     """
     ring, host, place = _position(rank, hosts, copies)
     rounds = range(1, copies_possible(hosts, copies) + 1)

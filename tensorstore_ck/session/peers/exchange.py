@@ -1,4 +1,4 @@
-"""One exchange: its snapshot, whether the caller has cancelled it, and the lengths of the pieces, which both sides compute."""
+"""One exchange: its snapshot, the time that a copy may take, and the lengths of the pieces, which both sides compute."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,10 +13,6 @@ SLOWEST_BYTES_PER_SECOND: Final = 16 << 20
 """Slower copies are given up, since publishing waits for them. This is a tenth of a rank's share of a slow network."""
 
 
-class CancelledError(Exception):
-    """The caller has cancelled the exchange."""
-
-
 @dataclass(slots=True)
 class Exchange:
     """See `Replicator.exchange`."""
@@ -24,44 +20,28 @@ class Exchange:
     txn: Ulid
     manifest: bytes
     names: Sequence[str]
-    stop: Callable[[], object]
     on_bytes: Callable[[int], object]
     warn: Callable[[str], object]
     patience_seconds: float
     """The time left for a copy."""
     monotonic: Callable[[], float]
-    stopped: BaseException | None = None
-    """The exception of `stop`."""
 
-    def go_on(self) -> None:
-        """Raises if the caller has cancelled.
+    def time_limit(self, peer: int, size_bytes: int) -> Callable[[], None]:
+        """For a copy to or from a peer, which may be fast enough for each piece and still too slow for all.
 
-        Raises:
-            CancelledError: it has.
-        """
-        try:
-            self.stop()
-        except BaseException as exc:
-            self.stopped = exc
-            raise CancelledError(str(exc)) from exc
-
-    def go_on_for(self, peer: int, size_bytes: int) -> Callable[[], None]:
-        """`go_on` for a copy to or from a peer, which may be fast enough for each piece and still too slow for all.
-
-        The returned function raises BackendUnavailableError when the copy has taken too long, and CancelledError as `go_on`.
+        The returned function raises BackendUnavailableError when the copy has taken too long.
         """
         seconds = self.patience_seconds + size_bytes / SLOWEST_BYTES_PER_SECOND
         end = self.monotonic() + seconds
 
-        def go_on() -> None:
-            self.go_on()
+        def check() -> None:
             if self.monotonic() > end:
                 raise BackendUnavailableError(
                     f"{human_bytes(size_bytes)} took more than {seconds:.0f} s between this rank and rank {peer}",
                     object_id="replicate_to_peers",
                 )
 
-        return go_on
+        return check
 
 
 def stream_lengths(sizes: Sequence[int], manifest_bytes: int, piece_bytes: int) -> list[int]:

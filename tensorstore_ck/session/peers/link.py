@@ -59,12 +59,9 @@ class ForgedMessageError(PeerProtocolError):
 def connect(group: "ProcessGroup", hosts: Sequence[bytes], copies: int, name: str, *, timeout_seconds: float) -> "PeerLink":
     """Connects this rank with those of its block; returns when all of them have called this.
 
-    Args:
-        group: The ranks find each other in its store.
-        hosts: The host of each rank, see `host_of_folder`.
-        copies: The number of other hosts that keep each rank's files.
-        name: The same on all ranks, and never used in that store before.
-        timeout_seconds: How long another rank may take to come, now and later, and for each message; after that it counts as lost.
+    The ranks find each other in the store of `group`, where `name` was never used before. `hosts`: of each rank, see `host_of_folder`.
+    `copies`: the number of other hosts that keep each rank's files. `timeout_seconds`: how long another rank may take to come, now and
+    later, and for each message; after that it counts as lost.
 
     Raises:
         BackendUnavailableError: they did not connect.

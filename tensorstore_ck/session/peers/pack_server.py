@@ -16,7 +16,16 @@ from tensorstore_ck.common.threads import Helper
 from tensorstore_ck.common.waiting import Changes
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.pack import pack_name
-from tensorstore_ck.session.peers.pack_wire import FOUND, MAX_RANGE_BYTES, NOT_FOUND, REQUEST, SECRET_BYTES, admit_reader, receive
+from tensorstore_ck.session.peers.pack_wire import (
+    FOUND,
+    MAX_RANGE_BYTES,
+    NOT_FOUND,
+    REQUEST,
+    SECRET_BYTES,
+    WireError,
+    admit_reader,
+    receive,
+)
 
 PIECE_BYTES: Final = 1 << 20
 """Read and sent at once: it stays in a core's cache between the two."""
@@ -139,7 +148,7 @@ class PackServer:
             if start == wanted.start:
                 connection.sendall(FOUND if is_found else NOT_FOUND)
             elif not is_found:
-                raise WireLostError(name)
+                raise WireError(name)  # it vanished while it was sent
             if not is_found:
                 return
             connection.sendall(part)
@@ -164,7 +173,3 @@ def _hang_up(connection: socket.socket) -> None:
     """Ends what its thread waits for."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
-
-
-class WireLostError(OSError):
-    """An object vanished while it was sent."""

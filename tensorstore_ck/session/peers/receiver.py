@@ -15,7 +15,7 @@ from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import CorruptObjectError, StoreError
 from tensorstore_ck.format.sealed import Body, take, take_count
 from tensorstore_ck.redaction import one_line
-from tensorstore_ck.session.peers.exchange import CancelledError, Exchange, stream_lengths
+from tensorstore_ck.session.peers.exchange import Exchange, stream_lengths
 from tensorstore_ck.session.peers.held_copies import HeldCopies
 from tensorstore_ck.session.peers.link import BACK, FORTH, PeerLink, PeerProtocolError
 from tensorstore_ck.session.peers.piece_stream import ForgedPieceError, PieceReceiver, SenderAbortedError, make_buffers, piece_lengths
@@ -54,28 +54,24 @@ class Receiver:
 
     def _answer(self, source: int, offer: Body, exchange: Exchange) -> bool:
         try:
-            exchange.go_on()
             sizes, manifest_bytes = _checked(offer, f"the offer of rank {source}")
             wanted = {name: sizes[name] for name in self._kept.begin(exchange.txn, manifest_key(exchange.txn, source), sizes)}
             self._folder.evict(sum(wanted.values()) + manifest_bytes)
-        except (CancelledError, StoreError) as exc:
+        except StoreError as exc:
             self._link.send_record(source, BACK, {"refused": one_line(str(exc))})
             return False
         self._link.send_record(source, BACK, {"wanted": list(wanted)})
         lengths = stream_lengths(list(wanted.values()), manifest_bytes, self._piece_bytes)
         pieces = PieceReceiver(self._link, source, self._buffers, lengths)
-        go_on = exchange.go_on_for(source, sum(lengths))
+        check_time = exchange.time_limit(source, sum(lengths))
         try:
             key = manifest_key(exchange.txn, source)
             for name, size in wanted.items():
-                self._keep_object(self._verified(pieces, name, size, go_on), name)
+                self._keep_object(self._verified(pieces, name, size, check_time), name)
                 self._kept.add(name, size)
-            manifest = b"".join(map(bytes, self._verified(pieces, key, manifest_bytes, go_on)))
+            manifest = b"".join(map(bytes, self._verified(pieces, key, manifest_bytes, check_time)))
             is_complete = self._kept.complete(exchange.txn, key, manifest)
         except SenderAbortedError:
-            return False
-        except CancelledError:
-            pieces.refuse()
             return False
         except StoreError as exc:
             pieces.refuse()
@@ -85,7 +81,7 @@ class Receiver:
         pieces.finish()
         return is_complete
 
-    def _verified(self, pieces: PieceReceiver, name: str, size_bytes: int, go_on: Callable[[], None]) -> Iterator[memoryview]:
+    def _verified(self, pieces: PieceReceiver, name: str, size_bytes: int, check_time: Callable[[], None]) -> Iterator[memoryview]:
         for _ in piece_lengths(size_bytes, self._piece_bytes):
             try:
                 piece = pieces.next()
@@ -93,7 +89,7 @@ class Receiver:
                 raise CorruptObjectError(
                     f"{name} was damaged on the way, or another process sent it: its bytes are not those that were sent", object_id=name
                 ) from exc
-            go_on()
+            check_time()
             yield piece
 
     def _keep_object(self, pieces: Iterator[memoryview], name: str) -> None:

@@ -36,15 +36,8 @@ class Replicator:
         piece_bytes: int = PIECE_BYTES,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """See `connect`.
-
-        Args:
-            link: Made for this replicator, with the same hosts and copies.
-            folder: Holds this rank's files, and those that it keeps for others.
-            hosts: The host of each rank.
-            copies: The number of other hosts that keep each file.
-            piece_bytes: The size of a piece; four are in memory, two to send and two to receive.
-            monotonic: The clock by which a copy is too slow.
+        """`link`: made for this replicator by `connect`, with the same hosts and copies. `folder`: of this rank's files, and of those that
+        it keeps for others. Four pieces of `piece_bytes` are in memory. `monotonic`: the clock by which a copy is too slow.
         """
         self._link = link
         self._monotonic = monotonic
@@ -69,7 +62,6 @@ class Replicator:
         names: Sequence[str],
         *,
         warn: Callable[[str], object],
-        stop: Callable[[], object] = lambda: None,
         on_bytes: Callable[[int], object] = lambda count: None,
     ) -> list[str]:
         """Sends this rank's staged files, and keeps those of other ranks. All ranks call it for the same saves in the same order.
@@ -78,8 +70,7 @@ class Replicator:
             txn: Of the staging, the same on all ranks.
             manifest: This rank's, encoded.
             names: Its objects; those that were uploaded already need no copy.
-            warn: Called for each missing copy, with the reason; from two threads, as the next two.
-            stop: Raises to cancel; called before each piece. A rank that has not come yet is still waited for.
+            warn: Called for each missing copy, with the reason; from two threads.
             on_bytes: Called with the number of bytes sent, once per copy.
 
         Returns:
@@ -95,7 +86,6 @@ class Replicator:
             txn=txn,
             manifest=manifest,
             names=names,
-            stop=stop,
             on_bytes=on_bytes,
             warn=warn,
             patience_seconds=self._link.timeout_seconds,
@@ -119,8 +109,6 @@ class Replicator:
         if errors:
             self.is_broken = True
             self._link.break_off()
-        if exchange.stopped is not None:
-            raise exchange.stopped
         for error in errors:
             if not isinstance(error, PeerLostError):
                 raise error

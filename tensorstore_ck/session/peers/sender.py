@@ -13,7 +13,7 @@ from tensorstore_ck.backend.staging.unsent_file import UnsentFile
 from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.errors import MissingObjectError, StoreError
 from tensorstore_ck.redaction import one_line
-from tensorstore_ck.session.peers.exchange import CancelledError, Exchange, stream_lengths
+from tensorstore_ck.session.peers.exchange import Exchange, stream_lengths
 from tensorstore_ck.session.peers.link import BACK, FORTH, PeerLink
 from tensorstore_ck.session.peers.piece_stream import PieceSender, ReceiverAbortedError, make_buffers, piece_lengths
 
@@ -78,19 +78,17 @@ class Sender:
             buffer[:] = exchange.manifest[offset : offset + len(buffer)]
 
         objects = [*((file.size_bytes, file.read_into) for file in files), (len(exchange.manifest), copy_manifest)]
-        go_on = exchange.go_on_for(target, sum(lengths))
+        check_time = exchange.time_limit(target, sum(lengths))
         try:
             for size_bytes, read_into in objects:
                 offset = 0
                 for length in piece_lengths(size_bytes, self._piece_bytes):
-                    go_on()
+                    check_time()
                     read_into(offset, pieces.buffer())
                     offset += length
                     pieces.send()
                     exchange.on_bytes(length)
             pieces.finish()
-        except CancelledError:
-            pieces.give_up()
         except StoreError:
             pieces.give_up()
             raise

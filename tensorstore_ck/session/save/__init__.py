@@ -8,7 +8,6 @@ dry_run.py          finds what a save of many ranks would refuse, and writes not
 staged_save.py      a save that is staged: publishes it, of a ref in order
 staged_upload.py    what one process uploads of a staged save
 publish_rounds.py   what the ranks of a staged save agree on
-heal_staged.py      ranks replace what one rank's staging disk damaged
 resume_staged.py    continues what earlier processes staged
 save_queue.py       the queue of one store handle, for saves in the background and those that are waited for
 queued_save.py      a save in the queue, and what the queue asks of it; the thread of a queue; errors that were not raised yet

@@ -81,7 +81,6 @@ class _FrozenState:
 
     @cached_property
     def frozen(self) -> LazyFrozen:
-        """What is known of the tensors."""
         return LazyFrozen(self.numbers)
 
     @cached_property

@@ -2,17 +2,21 @@
 
 A rank uploads by its own manifest or, after a crash, by those that it found on its disk. Then the ranks' publishing threads meet, again and
 again if ranks or the store do not answer in time. The log decides: a round that was aborted never publishes, and a staged snapshot is
-published once or given up. An object that a rank's disk damaged is replaced in a round of its own (`heal_staged`).
+published once or given up. An object that a rank's disk damaged is replaced in a round of its own: a rank of another host that keeps a copy
+uploads it.
 """
 
 import time
-from typing import Final
+from collections.abc import Callable, Collection, Sequence
+from typing import Final, NamedTuple
 
+from tensorstore_ck.backend.staging import StagingTier
 from tensorstore_ck.backend.staging.unsent_file import StagedDamageError
-from tensorstore_ck.common.ids import Ulid
+from tensorstore_ck.common.ids import Ulid, ulid_text
 from tensorstore_ck.errors import (
     BackendUnavailableError,
     ConflictError,
+    MissingObjectError,
     SnapshotAbortedError,
     SnapshotDroppedError,
     SnapshotExpiredError,
@@ -22,11 +26,11 @@ from tensorstore_ck.format.sealed import Body, take
 from tensorstore_ck.log import Op, RefTable, SnapshotRow
 from tensorstore_ck.session.group import Group, Participant
 from tensorstore_ck.session.group.common_store import require_common_store
+from tensorstore_ck.session.peers.copy_holders import host_of_folder
 from tensorstore_ck.session.save.context import SaveContext
-from tensorstore_ck.session.save.heal_staged import NOT_DAMAGED, Healing, heal, plan, report
 from tensorstore_ck.session.save.save_status import SaveStatus
 from tensorstore_ck.session.save.staged_upload import StagedUpload
-from tensorstore_ck.session.staging.manifest import decode_lead, encode_lead
+from tensorstore_ck.session.staging.manifest import Manifest, decode_lead, encode_lead
 from tensorstore_ck.session.staging.outcome import published_as
 from tensorstore_ck.session.staging.renew import RenewedParts
 from tensorstore_ck.session.staging.staged_entries import give_up
@@ -34,8 +38,55 @@ from tensorstore_ck.session.staging.staged_entries import give_up
 TRIES: Final = 5
 
 
+class Healing(NamedTuple):
+    """Rank 0's plan for a damaged object."""
+
+    name: str
+    """The object; empty if none is damaged."""
+    healer: int
+    """The rank that uploads its copy; -1 if no rank has one."""
+    reason: str
+    """Why the save is lost if it is not healed."""
+
+
+NOT_DAMAGED = Healing("", -1, "")
+
+
+def report_damage(tier: StagingTier, txn: Ulid, manifests: Sequence[Manifest], damage: StagedDamageError | None) -> Body:
+    """The object that this rank cannot send, if any, and the ranks whose files lie on its host."""
+    prefix = f"{ulid_text(txn)}-"
+    holds = [int(key.removeprefix(prefix)) for key in tier.folder.list_manifests() if key.startswith(prefix)]
+    name = "" if damage is None else damage.object_id
+    owner = next((manifest.rank for manifest in manifests if name in manifest.names), -1)
+    return {"host": host_of_folder(tier.folder.path), "holds": holds, "name": name, "owner": owner, "reason": str(damage or "")}
+
+
+def plan_healing(reports: Sequence[Body], healed: Collection[str]) -> Healing:
+    """The rank that replaces the first damaged object; none if it was `healed` before."""
+    for broken in reports:
+        name, owner = take(broken, "name", str), take(broken, "owner", int)
+        if name:
+            others = (
+                rank for rank, report in enumerate(reports) if report["host"] != broken["host"] and owner in take(report, "holds", list)
+            )
+            return Healing(name, -1 if name in healed else next(others, -1), take(broken, "reason", str))
+    return NOT_DAMAGED
+
+
+def heal(tier: StagingTier, planned: Healing, rank: int, stop: Callable[[], object]) -> str:
+    """Uploads this rank's copy if that is planned. If the object, and so the save, is lost, returns why."""
+    if planned.name and planned.healer < 0:
+        return planned.reason
+    if planned.healer == rank:
+        try:
+            tier.uploader.upload([planned.name], stop=stop)
+        except (StagedDamageError, MissingObjectError):
+            return planned.reason
+    return ""
+
+
 class PublishRounds:
-    """The rounds in which the ranks of a group publish a staged save: see `Publisher`."""
+    """The rounds in which the ranks of a group publish a staged save: see `PublishAlone`."""
 
     is_alone = False
 
@@ -54,7 +105,7 @@ class PublishRounds:
         return status.dropped == "abandoned"
 
     def publish(self, status: SaveStatus) -> SnapshotRow | StoreError:
-        """See `Publisher`.
+        """See `PublishAlone`.
 
         Raises:
             SnapshotAbortedError: ranks did not come in any round.
@@ -114,7 +165,7 @@ class PublishRounds:
                 "cancelled": status.dropped,
                 "lead": None if self._upload.lead is None else encode_lead(self._upload.lead),
                 "renewed": [[rank, parts.record()] for rank, parts in self._upload.renewed.items()],
-                "disk": report(self._upload.tier, self._upload.txn, self._upload.manifests, damage),
+                "disk": report_damage(self._upload.tier, self._upload.txn, self._upload.manifests, damage),
             }
 
         def compare(proposals: list[Body]) -> Body:
@@ -127,7 +178,7 @@ class PublishRounds:
             for proposal in proposals:
                 self._upload.renewed |= {int(rank): RenewedParts.of_record(parts) for rank, parts in take(proposal, "renewed", list)}
             cancelled = next((reason for proposal in proposals if (reason := take(proposal, "cancelled", str))), "")
-            healing = NOT_DAMAGED if cancelled else plan([take(proposal, "disk", dict) for proposal in proposals], self._healed)
+            healing = NOT_DAMAGED if cancelled else plan_healing([take(proposal, "disk", dict) for proposal in proposals], self._healed)
             return {"cancelled": cancelled, "healing": list(healing)}
 
         def execute(go: Body) -> Body:
@@ -157,7 +208,7 @@ class PublishRounds:
                 return self._lost(str(exc))
             return {}
 
-        return Participant(propose=propose, execute=execute, resolve=lambda _: self._resolve(txn), compare=compare, commit=commit)
+        return Participant(propose=propose, execute=execute, resolve=lambda: self._resolve(txn), compare=compare, commit=commit)
 
     def _resolve(self, txn: Ulid) -> Body | None:
         """Aborts a round unless it was decided; returns what became of the staged snapshot."""

@@ -221,11 +221,6 @@ class QueuedSave:
         """Whether an earlier process started it."""
         self.called = self.captured = self.begun = called
 
-    @property
-    def has_memory(self) -> bool:
-        """Whether it has memory for its copy."""
-        return self.slot is not None and self.slot.memory is not None
-
     def makes_obsolete(self, earlier: "QueuedSave") -> bool:
         """Whether `earlier`, which waits, need not be stored any more."""
         return self.is_replaced_by_newer and earlier.is_replaced_by_newer and earlier.status.ref == self.status.ref

@@ -5,7 +5,6 @@ An error of one rank is reported to all: otherwise they would wait for it, and c
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from tensorstore_ck.common.ids import Ulid
@@ -113,15 +112,14 @@ class RankRound:
             UndecidedError: on this rank alone: the log could not be read for the outcome.
         """
         side = RankSave(self._engine, self._own, self._round, memory=self._memory, meter=status.meter, destination=destination)
-        propose = partial(_propose, side, prepare, destination=destination, status=status)
+
+        def propose() -> Body:
+            request, captured, _ = prepare(destination, status)
+            return side.propose(request, captured)
+
         outcome = self._round.run(
             Participant(propose=propose, execute=side.write, resolve=side.resolve, compare=side.compare, commit=side.commit)
         )
         info = side.published(outcome)
         side.keep(info, outcome)
         return info
-
-
-def _propose(side: RankSave, prepare: Prepare, destination: Destination, status: SaveStatus) -> Body:
-    request, captured, _ = prepare(destination, status)
-    return side.propose(request, captured)

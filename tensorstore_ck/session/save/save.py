@@ -25,6 +25,7 @@ from tensorstore_ck.engine.interfaces import CapturedState
 from tensorstore_ck.engine.write.dedup import held_blocks
 from tensorstore_ck.engine.write.publish import check_branch
 from tensorstore_ck.engine.write.request import SaveArguments, SaveOptions, SaveRequest, check_options
+from tensorstore_ck.engine.write.sampled_checks import Sampling, turn_of
 from tensorstore_ck.engine.write.write_and_commit import Destination, StoreDestination, write_and_commit
 from tensorstore_ck.errors import BackendUnavailableError, ConflictError, NoSpaceError, StoreError
 from tensorstore_ck.log import RefTable, SnapshotRow
@@ -132,6 +133,7 @@ class Save:
         self.ref, self.step = ref, step
         self.key, self.scope, self.rank = coordination.key, coordination.scope, coordination.rank
         self.patience_seconds = coordination.patience_seconds
+        self.decide, self.skip, self.fail = coordination.decide, coordination.skip, coordination.fail
         self._context, self._engine, self._coordination = context, context.engine, coordination
         self._state: tuple[object, object, Sequence[str]] | None = (state, rank_state, frozen)
         self._given = given
@@ -222,7 +224,9 @@ class Save:
         """Copies the state, which may be changed afterwards."""
         captured = self.capture()
         self.frozen_bytes = sum(bytes_of(state, state.frozen) for state in self._states())
-        sampling, self._options = self.check().sampling_of_copies(self._coordination.number)
+        options = self.check()
+        sampling = Sampling(turn_of(None, self._coordination.number), options.checks.verify_capture)
+        self._options = options._replace(checks=options.checks._replace(verify_capture=0.0))  # the state is not read a second time
         overlap = self._overlap(captured) if sampling.verify_share and captured.device_blocks is not None else None
         copy = partial(copy_captured, slot=slot, threads=cpu_threads(), sampling=sampling)
         copied, own = copy(captured, skip=captured.frozen, overlap=overlap), captured.own
@@ -240,7 +244,6 @@ class Save:
         return Overlap(blocks_of, self._context.gates_of(self._changed_by), stored)
 
     def _states(self) -> list[CapturedState]:
-        """The state, and the state of this rank alone, if any."""
         captured = self.capture()
         return [captured] if captured.own is None else [captured, captured.own]
 
@@ -325,20 +328,6 @@ class Save:
                         staged.publish_before(status)
                         return True
         return False
-
-    # --- of all phases ------------------------------------------------------------------------------------------------
-
-    def decide(self, admit: Callable[[], Admission]) -> Admission:
-        """The result of `admit` on the rank that decides."""
-        return self._coordination.decide(admit)
-
-    def skip(self) -> None:
-        """Gives the save up before it begins, on all ranks."""
-        self._coordination.skip()
-
-    def fail(self, error: BaseException) -> None:
-        """Reports to the other ranks that this one cannot save. May raise the error that all ranks raise."""
-        self._coordination.fail(error)
 
 
 def _at_head(engine: Engine, fence: RefFence, options: SaveOptions) -> tuple[SaveRequest, RefTable]:

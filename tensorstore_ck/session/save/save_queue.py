@@ -103,7 +103,7 @@ class SaveQueue:
             for other in self._save_worker.items() if admission.dropped else ():
                 if other.key in admission.dropped:  # as rank 0 decided; on this rank it may be running already
                     other.status.drop("replaced")
-            if not queued.has_memory:
+            if queued.slot is None or queued.slot.memory is None:
                 self._memory.wait_until_taken(queued, save, len(self._queued()))
             if queued.waited_seconds:
                 self._emit(queued.status, "stalled", stall_seconds=queued.waited_seconds, queue_depth=queued.waited_for)
@@ -245,7 +245,7 @@ class SaveQueue:
 
     def _enqueue(self, queued: QueuedSave) -> bool:
         """Hands a captured save over to the thread; False: no thread can be started."""
-        queued.status.on_drop(lambda: self._release_if_waiting(queued))
+        queued.status.on_drop = lambda: self._release_if_waiting(queued)
         queued.status.queue_changes = self._changed
         queued.is_handed_over = True
         try:

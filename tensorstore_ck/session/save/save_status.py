@@ -48,9 +48,11 @@ class SaveStatus:
         self.is_ending = False
         """Whether the work is over, though waiting threads do not know it yet."""
         self._reached = 0
-        self._ended = False
+        self.has_ended = False
+        """Whether it is published or failed."""
         self._pid = os.getpid()
-        self._on_drop: Callable[[], object] = _nothing
+        self.on_drop: Callable[[], object] = _nothing
+        """Called by `drop`."""
         self._changed = Changes()
         self.is_awaited = False
         """Whether the thread that made the save stores it, as no other one could be started."""
@@ -72,32 +74,28 @@ class SaveStatus:
     def succeed(self, snapshot: Snapshot) -> None:
         """Notes that the save is published."""
         with self._changed.lock:
-            self.snapshot, self._reached, self._ended = snapshot, SaveMilestone.PUBLISHED, True
-            self._on_drop = _nothing
+            self.snapshot, self._reached, self.has_ended = snapshot, SaveMilestone.PUBLISHED, True
+            self.on_drop = _nothing
         self._tell()
 
     def fail(self, error: BaseException) -> None:
         """Notes that the save will not be published."""
         with self._changed.lock:
-            self.error, self._ended = error, True
-            self._on_drop = _nothing
+            self.error, self.has_ended = error, True
+            self.on_drop = _nothing
             self.is_raised |= isinstance(error, SnapshotDroppedError)  # the user asked for it
         self._tell()
 
     def drop(self, reason: str) -> bool:
         """Asks the save to give up; returns whether it had not ended yet."""
         with self._changed.lock:
-            if not self._ended and not self.dropped:
+            if not self.has_ended and not self.dropped:
                 self.dropped = reason
             self._changed.notify_all()
-            ended = self._ended
-        if not ended:
-            self._on_drop()
-        return not ended
-
-    def on_drop(self, callback: Callable[[], object]) -> None:
-        """Sets the callback for `drop`."""
-        self._on_drop = callback
+            has_ended = self.has_ended
+        if not has_ended:
+            self.on_drop()
+        return not has_ended
 
     def check(self) -> None:
         """Raises if the save was asked to give up.
@@ -132,11 +130,6 @@ class SaveStatus:
         self.check()
 
     # --- queries ------------------------------------------------------------------------------------------------------
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether it is published or failed."""
-        return self._ended
 
     def has_reached(self, stage: SaveMilestone) -> bool:
         """Whether it has passed a milestone."""
@@ -180,7 +173,7 @@ class SaveStatus:
         _call(callback)
 
     def _is_settled(self, stage: SaveMilestone) -> bool:
-        return self._ended or self._reached >= stage
+        return self.has_ended or self._reached >= stage
 
     def _tell(self) -> None:
         with self._changed.lock:

@@ -10,13 +10,14 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from tensorstore_ck.backend.staging.unsent_file import StagedDamageError
 from tensorstore_ck.common.retry import next_delay
 from tensorstore_ck.errors import BackendUnavailableError, SnapshotDroppedError, SnapshotExpiredError, StoreError, UndecidedError
 from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.session.save.context import LONGEST_PAUSE_SECONDS, SaveContext
+from tensorstore_ck.session.save.publish_rounds import PublishRounds
 from tensorstore_ck.session.save.save_status import SaveStatus
 from tensorstore_ck.session.save.staged_upload import StagedUpload
 from tensorstore_ck.session.staging.manifest import Manifest
@@ -31,24 +32,6 @@ _logger: Final = logging.getLogger("tensorstore_ck")
 _STAYS: Final = "(it stays on the staging disk; the next save to this ref, or process that opens the store with that disk, publishes it)"
 
 
-class Publisher(Protocol):
-    """How a staged save is published: `PublishAlone`, or with other ranks `PublishRounds`."""
-
-    is_alone: bool
-    """Whether this process can publish it without others."""
-    rank: int
-
-    def gives_up_alone(self, status: SaveStatus) -> bool:
-        """Whether it was asked to give up, and can do so without other saves or ranks."""
-
-    def publish(self, status: SaveStatus) -> SnapshotRow | StoreError:
-        """Uploads and publishes it; returns the snapshot, or the error for which it was given up.
-
-        Raises:
-            StoreError: it stays on the disk.
-        """
-
-
 class StagedSave:
     """One staged save, in the process that staged it or in one that found it on the disk."""
 
@@ -58,7 +41,7 @@ class StagedSave:
         self,
         context: SaveContext,
         upload: StagedUpload,
-        publisher: Publisher,
+        publisher: "Publisher",
         step: int | None,
         *,
         source: "Save | None" = None,
@@ -146,7 +129,7 @@ class StagedSave:
             if self._publisher.gives_up_alone(later):
                 own.drop("abandoned")
 
-        later.on_drop(abandon)
+        later.on_drop = abandon
         abandon()
         try:
             self._publish_one(own)
@@ -197,11 +180,15 @@ class PublishAlone:
         self._upload = upload
 
     def gives_up_alone(self, status: SaveStatus) -> bool:
-        """See `Publisher`."""
+        """Whether it was asked to give up, and can do so without other saves or ranks."""
         return bool(status.dropped)
 
     def publish(self, status: SaveStatus) -> SnapshotRow | StoreError:
-        """See `Publisher`."""
+        """Uploads and publishes it; returns the snapshot, or the error for which it was given up.
+
+        Raises:
+            StoreError: it stays on the disk.
+        """
         retry_until_dropped = self._context.retry_until_dropped
         try:
             status.check()
@@ -250,3 +237,7 @@ class PublishAlone:
                 return error
             error.add_note(_STAYS)
             raise error from exc
+
+
+Publisher = PublishAlone | PublishRounds
+"""How a staged save is published. `PublishAlone` documents the methods of both."""

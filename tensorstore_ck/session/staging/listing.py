@@ -4,24 +4,22 @@ import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Literal
 
 from tensorstore_ck.backend.protocol import size_if_there
 from tensorstore_ck.backend.resumable_upload import UploadGoneError, resumable
 from tensorstore_ck.backend.staging import StagingFolder
 from tensorstore_ck.common.ids import Ulid, parse_ulid, ulid_text
+from tensorstore_ck.common.units import listed
 from tensorstore_ck.engine.engine import Engine
 from tensorstore_ck.errors import StoreError
 from tensorstore_ck.format.record import decode_record, record_name
 from tensorstore_ck.log import RefTable, SnapshotRow
-from tensorstore_ck.session.group.rank_messages import listed
 from tensorstore_ck.session.staging.manifest import Manifest, read_manifests
 from tensorstore_ck.session.staging.outcome import published_as
 
 State = Literal["staged", "published", "given up", "unknown"]
 """Its state in the log; `unknown`: the log has nothing of it yet."""
-
-MAX_NAMED: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +152,12 @@ def _of_disk(engine: Engine, folder: StagingFolder, view: RefTable, manifests: S
 def _problems(here: Collection[int], ranks: int, sent: Mapping[str, tuple[int, int] | None], *, has_lead: bool) -> Iterator[str]:
     missing = [rank for rank in range(ranks) if rank not in here]
     if missing:
-        yield f"what rank {listed(missing, MAX_NAMED)} staged is not on this disk"
+        yield f"what rank {listed(missing)} staged is not on this disk"
     elif not has_lead:
         yield "not all ranks had staged it"
     lost = [name for name, size in sent.items() if size is None]
     if lost:
-        yield f"neither on this disk nor in the store: {listed(lost, MAX_NAMED)}"
+        yield f"neither on this disk nor in the store: {listed(lost)}"
 
 
 def _sent_bytes(engine: Engine, folder: StagingFolder, name: str) -> tuple[int, int] | None:

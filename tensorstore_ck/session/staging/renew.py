@@ -59,13 +59,8 @@ class RenewedParts(NamedTuple):
 def draw_names(engine: Engine, folder: StagingFolder, manifest: Manifest, *, taken: Collection[str], anchor: int) -> bool:
     """Draws new names for the packs on this disk that cannot be published under their old names; returns whether the save must be renewed.
 
-    Args:
-        engine: The store; its view of the log decides.
-        folder: Keeps the names.
-        manifest: What one rank has staged.
-        taken: The objects whose name in the store has other bytes.
-        anchor: The entry at which the rank chose blocks to rely on. Below the horizon the log no longer says what gc freed, so nothing that
-            may have been uploaded is relied on.
+    `folder` keeps the names. `taken`: the objects whose name in the store has other bytes. `anchor`: the entry at which the rank chose
+    blocks to rely on. Below the horizon the log no longer says what gc freed, so nothing that may have been uploaded is relied on.
     """
     view = engine.log.view()
     is_forgotten = anchor < view.horizon()

@@ -70,13 +70,8 @@ def publish_staged(
 ) -> SnapshotRow:
     """Publishes a staged snapshot whose objects are in the store. If another process has published it, returns that snapshot.
 
-    Args:
-        engine: The store.
-        lead: What was staged.
-        txn: The transaction of the staging.
-        attempt: The transaction of this attempt: one that was aborted never publishes.
-        ref: The branch.
-        renewed: The parts of all ranks, if some have new names: then the record gets one, too.
+    `txn`: the transaction of the staging. `attempt`: that of this attempt: one that was aborted never publishes. `renewed`: the parts of
+    all ranks, if some have new names: then the record gets one, too.
 
     Raises:
         ConflictError: the ref is not where it may be.

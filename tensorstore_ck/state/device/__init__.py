@@ -2,7 +2,6 @@
 
 side_streams.py          copies from devices that go on while the caller computes
 waited_copies.py         copies from and to devices that are complete when the function returns
-pinned_windows.py        pinned host memory for them, cut into windows that are reused
 optimizer_step_gates.py  the next step of an optimizer waits for copies
 kept_tensors.py          tensors that need no copy, since the store has their blocks
 capture_proofs.py        copies of a capture, and the ids before and after them

@@ -8,6 +8,7 @@ mixture of two states. What has not changed since the last save is not copied at
 import threading
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 from types import MappingProxyType
@@ -15,6 +16,7 @@ from typing import Final, NamedTuple
 
 from tensorstore_ck.common.ids import Digest
 from tensorstore_ck.common.threads import cpu_threads, for_each
+from tensorstore_ck.common.units import listed
 from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.engine.interfaces import ByteSource, CapturedState, ListedSources, TensorBlock
 from tensorstore_ck.engine.write.sampled_checks import MAX_NAMED, count_non_finite
@@ -25,7 +27,7 @@ from tensorstore_ck.state.device.device_blocks import MIN_SOURCE_BYTES, DeviceBl
 from tensorstore_ck.state.device.kept_tensors import KeptSource, StoredTensors, blocks_by_tensor, kept_tensors
 from tensorstore_ck.state.device.optimizer_step_gates import StepGate, open_storages
 from tensorstore_ck.state.device.side_streams import DeviceArrival, DeviceCopies, DeviceCopy, StreamOf
-from tensorstore_ck.state.device.waited_copies import out_stream_of
+from tensorstore_ck.state.device.waited_copies import copies_of
 
 FINITE_BYTES: Final = 4 << 20
 """Numbers that a thread checks at a time. A multiple of every item's size."""
@@ -78,12 +80,8 @@ def start_copies(
 ) -> StartedCopies:
     """Copies tensors from devices; work that is queued on the current streams afterwards may overwrite them.
 
-    Args:
-        captured: The state.
-        copies: Of each tensor on a device: what makes one contiguous copy of it.
-        device_copies: Makes them.
-        copying: Gets what must have ended before the memory is reused.
-        overlap: None: no ids are computed, and that work comes after all copies.
+    `copies`: of each tensor on a device, what makes one contiguous copy of it. `copying` gets what must have ended before the memory is
+    reused. Without `overlap` no ids are computed, and that work comes after all copies.
     """
     blocks = captured.device_blocks
     if overlap is None or not isinstance(blocks, DeviceBlocks):
@@ -129,6 +127,7 @@ def _kept(captured: CapturedState, copies: Collection[int], before: StartedIds, 
         return {}
 
 
+@dataclass(eq=False, repr=False)
 class ProvenArrival:
     """`DeviceArrival` of copies that count only if the ids of what was copied are the same before and after.
 
@@ -136,21 +135,15 @@ class ProvenArrival:
     wait for them in front of kernels of the next passes, where streams share a queue of the device.
     """
 
-    def __init__(
-        self,
-        captured: CapturedState,
-        copied: DeviceArrival,
-        before: StartedIds,
-        blocks: Sequence[TensorBlock],
-        gates: Sequence[StepGate],
-    ) -> None:
-        assert isinstance(captured.device_blocks, DeviceBlocks)
-        self._device_blocks = captured.device_blocks
-        self._captured = captured
-        self._copied = copied
-        self._before = before
-        self._blocks = blocks
-        self._gates = gates
+    captured: CapturedState
+    copied: DeviceArrival
+    before: StartedIds
+    blocks: Sequence[TensorBlock]
+    gates: Sequence[StepGate]
+
+    def __post_init__(self) -> None:
+        assert isinstance(self.captured.device_blocks, DeviceBlocks)
+        self._device_blocks = self.captured.device_blocks
         self._lock = threading.Lock()
         self._after: StartedIds | None = None
         self._changed: set[int] | None = None
@@ -162,36 +155,35 @@ class ProvenArrival:
             CaptureChangedError: a tensor changed while it was copied.
         """
         if self._changed is None:
-            self._copied.wait()
-            before = dict(zip(self._before.blocks, self._before.wait(), strict=True))
+            self.copied.wait()
+            before = dict(zip(self.before.blocks, self.before.wait(), strict=True))
             after = self._hashed_again().wait()
-            self._changed = {block.tensor for block, digest in zip(self._blocks, after, strict=True) if before[block] != digest}
-            self._captured = self._captured._replace(sources=ListedSources())
+            self._changed = {block.tensor for block, digest in zip(self.blocks, after, strict=True) if before[block] != digest}
+            self.captured = self.captured._replace(sources=ListedSources())
         if self._changed:
-            for gate in self._gates:
+            for gate in self.gates:
                 gate.distrust()
-            raise _changed_error(self._captured, self._changed)
+            raise _changed_error(self.captured, self._changed)
 
     def hold_streams(self, stream_of: StreamOf | None = None) -> None:
         """See `DeviceArrival`."""
-        self._copied.hold_streams(stream_of)
+        self.copied.hold_streams(stream_of)
         self._hashed_again().hold_streams()
 
     def _hashed_again(self) -> StartedIds:
         with self._lock:
             if self._after is None:
-                self._copied.hold_streams(out_stream_of)
-                self._after = self._device_blocks.start(self._captured.sources, self._blocks)
+                self.copied.hold_streams(lambda device: copies_of(device).out_stream)
+                self._after = self._device_blocks.start(self.captured.sources, self.blocks)
             return self._after
 
 
 def _changed_error(captured: CapturedState, changed: set[int]) -> CaptureChangedError:
     names = [captured.layout.tensors[number].name for number in sorted(changed)]
-    shown = ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
     return CaptureChangedError(
-        f"{shown} changed between the call of the save and the next step of the optimizer, while being copied from the device: nothing was "
-        "published. Later saves of this handle copy before they return; pass changed_by=() if something else than the optimizer changes "
-        "its tensors",
+        f"{listed(names, MAX_NAMED)} changed between the call of the save and the next step of the optimizer, while being copied "
+        "from the device: nothing was published. Later saves of this handle copy before they return; pass changed_by=() if something else "
+        "than the optimizer changes its tensors",
         object_id=names[0],
     )
 

@@ -121,11 +121,9 @@ class _OnDevice:
         self._arrived = arrived
 
     def hold_stream(self) -> None:
-        """See `StartedHash`."""
         torch.cuda.current_stream(self._device).wait_event(self._hashed)
 
     def wait(self) -> Ids:
-        """See `StartedHash`."""
         self._arrived.synchronize()  # the errors of the launches are raised here
         found: Ids = self._ids.numpy()
         if (found == _POISON).all(axis=1).any():

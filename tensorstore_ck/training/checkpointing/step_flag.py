@@ -26,15 +26,11 @@ class StepFlag:
         self, run: StoreRunner, renew: Callable[[], object], *, rank: int, prefix: str, lead_steps: int, clock: Callable[[], float]
     ) -> None:
         """`renew` repairs `run` after an error."""
-        self._run, self._renew, self._rank, self._prefix, self._lead_steps, self._clock = run, renew, rank, prefix, lead_steps, clock
+        self._run, self._renew, self._prefix, self._lead_steps, self._clock = run, renew, prefix, lead_steps, clock
+        self.is_first = rank == 0
         self._away_since: float | None = None
         self._again_at = 0.0
         self._trouble: Exception | None = None
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is rank 0."""
-        return self._rank == 0
 
     @property
     def away_seconds(self) -> float:
@@ -50,7 +46,7 @@ class StepFlag:
         asked, since = f"{self._prefix}{name}/asked", f"{self._prefix}{name}/from"
 
         def talk(store: KeyValue) -> bytes | None:
-            if self._rank == 0:
+            if self.is_first:
                 if not store.check([since]) and (wants or store.check([asked])):
                     store.set(since, str(step + self._lead_steps).encode())
             elif wants and not store.check([asked]):

@@ -104,8 +104,6 @@ class _Joined(Trigger):
 
 
 class _Named(Trigger):
-    """A rule with a name."""
-
     def __init__(self, name: str, holds: Callable[[TriggerContext], bool]) -> None:
         self._name, self._holds = name, holds
 

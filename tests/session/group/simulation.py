@@ -323,7 +323,7 @@ class Rank:
                 raise self.work_error
             return {"part": actor.rank, "go": go}
 
-        def resolve(reason: str) -> Body | None:
+        def resolve() -> Body | None:
             return judge(None)
 
         def compare(proposals: list[Body]) -> Body | str:

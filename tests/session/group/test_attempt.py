@@ -247,7 +247,7 @@ def test_keys_of_an_attempt_stay_while_a_rank_is_in_it() -> None:
         prefix = f"tsck/s/{ulid_text(decode_record(store.values[nonce_key], 'nonce')['nonce'])}/"
         store.set(f"{prefix}{n}/proposal/1", encode_record({"record": {}, "oldest": oldest, "call": "the put"}, "proposal"))
         store.set(f"{prefix}{n}/result/1", encode_record({"record": {}}, "result"))
-        attempt.run(Participant(dict, lambda go: {}, lambda reason: None, lambda proposals: {}, lambda results: {}))
+        attempt.run(Participant(dict, lambda go: {}, lambda: None, lambda proposals: {}, lambda results: {}))
         kept.append([attempt for attempt in (1, 2, 3) if f"{prefix}{attempt}/outcome" in store.values])
     assert kept == [[1], [1, 2], [3]]
 

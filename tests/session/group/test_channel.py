@@ -346,7 +346,7 @@ def duties_of(log: dict[bytes, Body | None], txn: bytes, rank: int, ranks: int, 
         assert [result["rank"] for result in results] == list(range(ranks))
         return log.setdefault(txn, {"root": txn}) or {}
 
-    return Participant(lambda: {"step": 7}, execute, lambda reason: log.setdefault(txn, None), lambda proposals: {}, commit)
+    return Participant(lambda: {"step": 7}, execute, lambda: log.setdefault(txn, None), lambda proposals: {}, commit)
 
 
 def join(tcp: Any, ranks: int, *, attempts: int, fails: int | None = None) -> list[list[Any]]:

@@ -3,12 +3,12 @@
 from typing import Final
 
 from tensorstore_ck.engine.engine import Engine
-from tensorstore_ck.engine.read.rank_states import open_rank_state
 from tensorstore_ck.engine.read.snapshot_reader import SnapshotReader
 from tensorstore_ck.errors import SnapshotAbortedError, StoreError
 from tensorstore_ck.gc import run_gc
 from tensorstore_ck.log import SnapshotRow
 from tensorstore_ck.maintenance.fsck import run_fsck
+from tensorstore_ck.session.restoring import open_rank_state
 from tests.gc.stores import AT_ONCE, counts
 from tests.session.group.putting import (
     new_backend,

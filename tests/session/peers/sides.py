@@ -75,9 +75,7 @@ class Side:
             self.folder.unsent.put(name, bytes_of(name, size))
         return names
 
-    def exchange(
-        self, put: int, names: Sequence[str], *, stop: Callable[[], object] = lambda: None, hook: Callable[[], object] = lambda: None
-    ) -> list[str]:
+    def exchange(self, put: int, names: Sequence[str], *, hook: Callable[[], object] = lambda: None) -> list[str]:
         """With a manifest; `hook` is called after each piece that was sent."""
         manifest = manifest_of(self.rank, put)
         self.folder.write_manifest(manifest_key(put_id(put), self.rank), manifest)
@@ -86,7 +84,7 @@ class Side:
             self.sent_bytes += count
             hook()
 
-        return self.replicator.exchange(put_id(put), manifest, names, warn=self.warnings.append, stop=stop, on_bytes=sent)
+        return self.replicator.exchange(put_id(put), manifest, names, warn=self.warnings.append, on_bytes=sent)
 
 
 def key_of(rank: int, put: int = 1) -> str:

@@ -3,12 +3,15 @@
 import time
 import tracemalloc
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tensorstore_ck.common.ids import Ulid
 from tensorstore_ck.session.peers import targets_of
+from tensorstore_ck.session.peers.held_copies import HeldCopies
 from tests.session.group.pool import Pool
 from tests.session.peers.sides import PIECE_BYTES, SIZES, Side, bytes_of, folder_at, key_of, lies_in, manifest_of, name_of, put_id, side
 
@@ -136,13 +139,14 @@ def _forgetting(base: str) -> tuple[list[str], list[str]]:
 
 def _forgetting_at_once(base: str) -> tuple[list[str], list[str]]:
     own = side(base, (0, 1), 1)
-    saves = iter([put_id(1)])
+    held = own.replicator._kept
 
-    def forget() -> None:
-        for save in saves:
-            own.replicator.forget(save)
+    def begin(held: HeldCopies, txn: Ulid, key: str, sizes: Mapping[str, int]) -> list[str]:
+        held.forget(txn)  # before the offer is looked at
+        return HeldCopies.begin(held, txn, key, sizes)
 
-    keys = own.exchange(1, own.stage(), stop=forget)  # first called before an offer is looked at
+    held.begin = partial(begin, held)  # type: ignore[method-assign]
+    keys = own.exchange(1, own.stage())
     objects, manifests = lies_in(own.folder)
     return keys, [*objects, *manifests]
 

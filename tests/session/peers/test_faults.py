@@ -15,14 +15,13 @@ import pytest
 import torch.distributed as dist
 
 from tensorstore_ck.backend.staging.unsent_file import ReadInto, Verify
-from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError, SnapshotDroppedError
+from tensorstore_ck.errors import BackendUnavailableError, CorruptObjectError
 from tensorstore_ck.session.peers import connect
 from tensorstore_ck.session.peers.link import BACK, FORTH
 from tests.effort import PATIENCE_SECONDS
 from tests.session.group.pool import GROUPS, Pool, rank_process
 from tests.session.peers.sides import (
     PIECE_BYTES,
-    SIZES,
     Outcome,
     Side,
     bytes_of,
@@ -132,36 +131,6 @@ def test_no_peer_overwrites_what_is_there(pool: Pool, tmp_path: Path) -> None:
     assert objects[name_of(0, 1)] == b"mine"
     assert name_of(0, 0) not in objects
     assert list(manifests) == [key_of(1)]
-
-
-def _stopped(base: str, rank: int, after: int) -> tuple[str, list[str]]:
-    """On one rank the save is dropped after some questions; the next one is not."""
-    own = side(base, (0, 1, 2), 1)
-    asked = 0
-
-    def stop() -> None:
-        nonlocal asked
-        asked += 1
-        if own.rank == rank and asked > after:
-            raise SnapshotDroppedError("it was cancelled")
-
-    try:
-        end = str(own.exchange(1, own.stage(), stop=stop))
-    except SnapshotDroppedError as exc:
-        end = str(exc)
-    return end, own.exchange(2, own.stage((100,), first=50))
-
-
-@pytest.mark.parametrize("after", [0, 5, 14])
-def test_a_rank_whose_save_is_dropped_leaves_and_comes_to_the_next(pool: Pool, tmp_path: Path, after: int) -> None:
-    answers = pool.run(_stopped, str(tmp_path), 1, after, ranks=3)
-    assert answers[1][0] == "it was cancelled"
-    assert answers[0][0] == str([key_of(2)])
-    assert [later for _, later in answers] == [[key_of(2, 2)], [key_of(0, 2)], [key_of(1, 2)]]
-    for host, source in ((1, 0), (2, 1)):
-        objects, manifests = _kept_from(tmp_path, host, source)
-        is_complete = key_of(source) in manifests
-        assert len(objects) == (len(SIZES) + 1 if is_complete else 1)
 
 
 def _cut_short(base: str) -> tuple[list[str], list[str]]:

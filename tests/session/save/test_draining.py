@@ -107,7 +107,7 @@ def test_a_backend_that_hangs_is_given_up() -> None:
 def test_what_gives_up_in_time_is_reported_as_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(save_queue.SaveQueue.drain.__kwdefaults__ or {}, "give_up_seconds", SECONDS)
     with hanging() as (place, stop, (second, third)):
-        second._status.on_drop(stop.let_go)
+        second._status.on_drop = stop.let_go
         report = place.store.drain(0)
         assert [pending.step for pending in report.dropped] == [2, 3]
         assert not report.under_way

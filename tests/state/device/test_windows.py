@@ -10,9 +10,18 @@ import torch
 
 from tensorstore_ck.state.byte_sources import pieces
 from tensorstore_ck.state.device import side_streams, waited_copies
-from tensorstore_ck.state.device.pinned_windows import MAX_SLABS, OUT_BYTES, SLAB_BYTES, Window, Windows, view_of
 from tensorstore_ck.state.device.side_streams import DeviceCopy, SideStreams
-from tensorstore_ck.state.device.waited_copies import SMALL_BYTES, PieceCopy, WaitedCopies
+from tensorstore_ck.state.device.waited_copies import (
+    MAX_SLABS,
+    OUT_BYTES,
+    SLAB_BYTES,
+    SMALL_BYTES,
+    PieceCopy,
+    WaitedCopies,
+    Window,
+    Windows,
+    view_of,
+)
 from tests.state.samples import tensor
 
 CPU = torch.device("cpu")
