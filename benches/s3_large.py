@@ -3,7 +3,7 @@
 Each step is a process of its own: seconds, its CPU seconds, the peak of its memory beyond the tensor (of s5cmd: all of it), and the bytes
 that went over loopback meanwhile, to the server and back. Run it as `unshare --net bash -c "ip link set lo up; python -m ..."`, and no
 other process counts among these. The reading process writes into a tensor that it made before, and compares all of it.
-Needs twice to three times the size on the disk, and once in memory.
+Needs three times the size on the disk, and once in memory; each side has a server of its own.
 """
 
 import argparse
@@ -99,15 +99,18 @@ def main() -> None:
     elements = int(args.gib * (1 << 28))
     place = f"{BUCKET}/{uuid.uuid4()}"
     store, object_, file = f"s3://{place}/store", f"{place}/file", args.folder / "file"
-    steps: list[Step] = [("tsck put", put, store, args.folder), ("tsck checkout into=", get, store, args.folder)]
+    sides: list[list[Step]] = [[("tsck put", put, store, args.folder), ("tsck checkout into=", get, store, args.folder)]]
     if S5cmd.is_there():
-        steps += [("s5cmd put", put_file, object_, file), ("s5cmd get", get_file, object_, file)]
+        sides.append([("s5cmd put", put_file, object_, file), ("s5cmd get", get_file, object_, file)])
     print(f"{args.gib} GiB in one tensor\n| what | seconds | GB/s | CPU seconds | peak MiB | GB over loopback |\n|---|---|---|---|---|---|")
-    with new_folder(args.folder), seaweedfs(args.folder, certificate=self_signed(args.folder) if args.tls else None) as server:
-        for name, work, target, path in steps:
-            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-                seconds, cpu, memory, moved = pool.submit(work, server, target, path, elements).result()
-            print(f"| {name} | {seconds:.1f} | {elements * 4 / seconds / 1e9:.2f} | {cpu:.1f} | {memory:.0f} | {moved:.2f} |", flush=True)
+    for steps in sides:
+        with new_folder(args.folder), seaweedfs(args.folder, certificate=self_signed(args.folder) if args.tls else None) as server:
+            for name, work, target, path in steps:
+                with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                    seconds, cpu, memory, moved = pool.submit(work, server, target, path, elements).result()
+                print(
+                    f"| {name} | {seconds:.1f} | {elements * 4 / seconds / 1e9:.2f} | {cpu:.1f} | {memory:.0f} | {moved:.2f} |", flush=True
+                )
 
 
 if __name__ == "__main__":
