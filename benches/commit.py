@@ -192,13 +192,12 @@ def _sayings(job: Job, blocks: int) -> Iterable[tuple[str, Body]]:
     replicas = ReplicaDigests({}, b"") if case.is_first else None
     for rank in range(1, ranks):
         part, ulid = make_part(proposals[rank]["layout"], rank, ranks, blocks), new_ulid()
-        if case.condemns:
-            backend.put(part_name(ulid), part.encode())
-            backend.packs_named += part.packs
+        backend.put(part_name(ulid), part.encode())
+        backend.packs_named += part.packs
         result = RankResult(
             RankParts([ulid], [part.part_id()], blocks * BLOCK_BYTES, head, head, Objects()), 0, replicas, None, SaveFindings()
         )
-        yield f"proposal/{rank}", {"record": proposals[rank], "oldest": 1}
+        yield f"proposal/{rank}", {"record": proposals[rank], "oldest": 1, "call": "the save"}
         yield f"result/{rank}", {"record": result.record()}
         if rank < case.kinds:
             told = encode_kind(state(ranks, case.kinds, rank), with_layout=case.is_first, known_blobs=b"")

@@ -18,6 +18,7 @@ import stat
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from struct import Struct
 from typing import Final, TypeVar
 
 from tensorstore_ck.common.filesystem_kind import NETWORK_FILESYSTEM, filesystem_of
@@ -32,6 +33,12 @@ MAX_VECTORS: Final = 512
 
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a planted FIFO must not block us
 _SYNC_FILE_RANGE_WRITE: Final = 2
+_AT_EMPTY_PATH: Final = 0x1000
+_STATX_DIOALIGN: Final = 0x2000
+_STATX_BYTES: Final = 256
+_DIO_OFFSET_ALIGN: Final = Struct("=I")
+_DIO_OFFSET_ALIGN_AT: Final = 0x9C
+"""In Linux's `struct statx`; 0 where the kernel (before 6.1) or the filesystem says nothing of O_DIRECT."""
 
 
 def write_at(fd: int, views: Sequence[memoryview], offset: int) -> None:
@@ -85,7 +92,7 @@ def is_disk_of_this_host(status: os.stat_result) -> bool:
 
 def use_direct(fd: int) -> bool:
     """Switches a file on a disk of this host to O_DIRECT; in memory or over a network that would only cost a copy."""
-    if not is_disk_of_this_host(os.fstat(fd)) or not hasattr(os, "O_DIRECT"):
+    if not hasattr(os, "O_DIRECT") or not (is_disk_of_this_host(os.fstat(fd)) or _is_aligned(fd)):
         return False
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
@@ -191,6 +198,16 @@ def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
     call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
     call.restype = ctypes.c_int
     return call
+
+
+def _is_aligned(fd: int) -> bool:
+    """Whether the kernel says how O_DIRECT must be aligned: on overlay, which has no device, it does if the folder below is on a disk."""
+    status = ctypes.create_string_buffer(_STATX_BYTES)
+    try:
+        failed = ctypes.CDLL(None).statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, status)
+    except (AttributeError, OSError):  # not Linux, or before 4.11
+        return False
+    return not failed and _DIO_OFFSET_ALIGN.unpack_from(status, _DIO_OFFSET_ALIGN_AT)[0] > 0
 
 
 def _is_on_network(path: str) -> bool:

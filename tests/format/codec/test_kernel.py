@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 import zstandard
 
-from tensorstore_ck.format.codec import cast, compiled, delta
+from tensorstore_ck.format.codec import cast, changed_words, compiled, delta
 from tensorstore_ck.format.codec.byte_split import split, words_of
 from tests.effort import in_turns
 
@@ -31,14 +31,19 @@ def test_no_format_needs_the_python_that_built_the_kernel() -> None:
 
 
 def numbers(count: int, item_bytes: int, rng: np.random.Generator) -> memoryview:
-    """Zeros of both signs, denormals, infinities, NaNs with any payload and other floats, at an odd address."""
+    """Zeros of both signs, denormals, infinities, NaNs with any payload and other floats, at an odd address: each of them in its turn."""
     bits = 8 * item_bytes
     special = [0, 1 << (bits - 1), 1, 3, (1 << bits) - 1, 0x7F << (bits - 8), 0xFF80 << 48 >> (64 - bits), 0x7FC1 << 48 >> (64 - bits)]
     words = rng.integers(0, 1 << 63, count, dtype=np.uint64).astype(f"<u{item_bytes}")
     words[::3] = np.array(special, np.uint64).astype(words.dtype)[rng.integers(0, len(special), len(words[::3]))]
-    memory = bytearray(1 + words.nbytes)
-    memory[1:] = words.tobytes()
-    return memoryview(memory)[1:]
+    into = at_odd_address(words.nbytes, count)
+    into[:] = words.tobytes()
+    return into
+
+
+def at_odd_address(size: int, turn: int) -> memoryview:
+    start = 1 + 2 * (turn % 32)
+    return memoryview(bytearray(start + size))[start:]
 
 
 def encoded(words: memoryview, item_bytes: int, widths: list[int], how: int, *, rotated: bool) -> list[bytes]:
@@ -54,7 +59,7 @@ def test_words_are_split_and_merged_as_by_numpy() -> None:
         found = encoded(raw, item_bytes, widths, RAW, rotated=rotated)
         wanted = [group.tobytes() for group in split(words_of(raw, item_bytes), widths, rotated=rotated)]
         assert found == wanted, (length, widths, rotated)
-        into = memoryview(bytearray(1 + len(raw)))[1:]
+        into = at_odd_address(len(raw), length // 3)
         rows = [(width, RAW, data) for width, data in zip(widths, found, strict=True)]
         assert compiled.kernel.decode_groups(rows, into, item_bytes, rotated) is None
         assert into == raw, (length, widths, rotated)
@@ -83,7 +88,7 @@ def test_masters_are_rounded_as_by_numpy() -> None:
     rng = np.random.default_rng(0)
     for length in [*LENGTHS, 9000]:
         masters = numbers(length, 4, rng)
-        into = memoryview(bytearray(1 + 2 * length))[1:]
+        into = at_odd_address(2 * length, length // 3)
         compiled.kernel.round_words(masters, into)
         assert into == cast.rounded(words_of(masters, 4), cast.KINDS["bfloat16"]).tobytes(), length
         assert compiled.kernel.are_roundings(masters, into)
@@ -105,6 +110,46 @@ def test_differences_are_sorted_as_by_numpy(monkeypatch: pytest.MonkeyPatch) -> 
         assert np.array_equal(in_place, words), (length, item_bytes)
 
 
+def test_changed_words_are_found_and_applied_as_by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the limit, with a base in place and apart; a base of which too much changed is as before."""
+    rng = np.random.default_rng(0)
+    for length, (item_bytes, is_float) in in_turns(LENGTHS, [(size, is_float) for size in WIDTHS for is_float in (True, False)][:-1]):
+        base, raw = (numbers(length, item_bytes, rng) for _ in range(2))
+        same = np.repeat(rng.random(length) < rng.random(), item_bytes)
+        np.copyto(np.frombuffer(raw, np.uint8), np.frombuffer(base, np.uint8), where=same)
+        changed = int(np.count_nonzero(words_of(raw, item_bytes) != words_of(base, item_bytes)))
+        limit, found = changed - length % 3 // 2, []
+        for has_kernel in (True, False):
+            into, applied = at_odd_address(len(base), length // 3), at_odd_address(len(base), length // 5)
+            into[:] = applied[:] = base
+            with monkeypatch.context() as patch:
+                patch.setattr(compiled, "HAS_KERNEL", has_kernel)
+                patch.setattr(changed_words, "PIECE_BYTES", 1024)
+                changes = changed_words.find_changes(raw, base, item_bytes, is_float=is_float, limit=max(0, limit))
+                changed_words.patch_changes(raw, into, item_bytes, is_float=is_float, limit=max(0, limit), visit=lambda _: None)
+                assert changed_words.apply_changes(changes.gaps, changes.values, applied, is_float=is_float)
+            assert into == (raw if changed <= limit else base), (length, item_bytes, is_float, has_kernel)
+            found.append((min(changes.changed, limit + 1), changes.gaps.tolist(), changes.values.tolist(), applied.tobytes()))
+        assert found[0] == found[1], (length, item_bytes, is_float)
+        assert changed > limit or found[0][3] == raw, (length, item_bytes, is_float)
+
+
+def test_memory_is_copied_and_compared_between_any_addresses() -> None:
+    rng = np.random.default_rng(0)
+    for length in LENGTHS:
+        source, target = at_odd_address(length, length), memoryview(bytearray(64 + length + 1))[length % 64 :]
+        source[:] = rng.bytes(length)
+        row = np.array([[np.frombuffer(some, np.uint8).ctypes.data for some in (target, source)] + [length]], np.int64)
+        compiled.kernel.copy_memory(row.tobytes())
+        assert target[:length] == source, length
+        assert not any(target[length:]), length
+        if length:
+            source[int(rng.integers(0, length))] ^= 1
+        differs = bytearray(1)
+        compiled.kernel.compare_memory(row.tobytes(), differs)
+        assert differs[0] == (length > 0), length
+
+
 def values(count: int, kind: int, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
     """Bytes whose code has few or many symbols, of lengths that differ little or a lot, up to what must be shortened."""
     drawn: npt.NDArray[Any] = np.full(count, 7)
@@ -123,18 +168,20 @@ def values(count: int, kind: int, rng: np.random.Generator) -> npt.NDArray[np.ui
     return drawn.astype(np.uint8)
 
 
-SIZES = [*range(1, 4097), BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 511, 2 * BLOCK + 512, 3 * BLOCK + 4096]
+SIZES = [*LENGTHS, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 511, 2 * BLOCK + 512, 3 * BLOCK + 4096]
 
 
 def test_frames_are_ones_that_zstd_reads() -> None:
     rng = np.random.default_rng(0)
     for size in SIZES:
-        raw = values(size, size // 5 % 6, rng)
-        (frame,) = encoded(memoryview(raw.tobytes()), 1, [1], HUFFMAN, rotated=False)
-        assert zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False) == raw.tobytes(), size
-        into = bytearray(size)
-        assert compiled.kernel.decode_groups([(1, HUFFMAN, frame)], into, 1, False) is None
-        assert into == raw.tobytes(), size
+        raw, into = at_odd_address(size, size), at_odd_address(size, size // 3)
+        raw[:] = values(size, size // 5 % 6, rng).tobytes()
+        (frame,) = encoded(raw, 1, [1], HUFFMAN, rotated=False)
+        assert zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False) == raw, size
+        stored = at_odd_address(len(frame), size // 7)
+        stored[:] = frame
+        assert compiled.kernel.decode_groups([(1, HUFFMAN, stored)], into, 1, False) == (None if size else 0), size  # 0: zstd reads it
+        assert into == raw, size
 
 
 def test_streams_of_which_one_takes_longer_are_decoded_to_their_ends() -> None:
