@@ -3,7 +3,6 @@
 Readers and the fold of the log see one table that always answers. When the table on disk fails, or a stopped process holds its lock,
 a table in memory is filled from the log and used instead. It is used until the lock is free; after a failure, until this handle is closed.
 """
-# ruff: noqa: D102 - protocol.py documents the methods
 
 import logging
 import os
@@ -11,14 +10,12 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, TypeVar
+from typing import Final
 
 from tensorstore_ck.common.threads import ProcessLock
 from tensorstore_ck.common.user_frames import user_stacklevel
 from tensorstore_ck.log.cache.memory_table import MemoryTable
 from tensorstore_ck.log.cache.protocol import Batch, CacheWarning, Item, Reader, Table, TableBusyError, TableError
-
-T = TypeVar("T")
 
 _logger: Final = logging.getLogger("tensorstore_ck")
 _STUCK_SECONDS: Final = 5.0
@@ -41,17 +38,40 @@ class FailoverTable(Table):
         self._pid = os.getpid()
 
     def get(self, key: bytes) -> bytes | None:
-        return self._read(lambda table: table.get(key))
+        """See `Reader.get`."""
+        while True:
+            table = self._current()
+            try:
+                return table.get(key)
+            except TableError as exc:
+                self._leave(table, exc)
 
     def page(self, low: bytes, high: bytes | None, reverse: bool) -> list[Item]:
-        return self._read(lambda table: table.page(low, high, reverse))
+        """See `Reader.page`."""
+        while True:
+            table = self._current()
+            try:
+                return table.page(low, high, reverse)
+            except TableError as exc:
+                self._leave(table, exc)
 
     def get_many(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
-        return self._read(lambda table: table.get_many(keys))
+        """See `Table.get_many`."""
+        while True:
+            table = self._current()
+            try:
+                return table.get_many(keys)
+            except TableError as exc:
+                self._leave(table, exc)
 
     def view(self, prefix: bytes) -> Reader:
         """See `Table.view`. Its reads may raise `TableError`."""
-        return self._read(lambda table: table.view(prefix))
+        while True:
+            table = self._current()
+            try:
+                return table.view(prefix)
+            except TableError as exc:
+                self._leave(table, exc)
 
     @contextmanager
     def batch(self, *, wait: bool = True) -> Iterator[Batch]:
@@ -96,14 +116,6 @@ class FailoverTable(Table):
         """See `Table.close`. A thread that goes on with it uses memory, without advice about the disk."""
         self._warned = True
         self._disk.close()
-
-    def _read(self, read: Callable[[Table], T]) -> T:
-        while True:
-            table = self._current()
-            try:
-                return read(table)
-            except TableError as exc:
-                self._leave(table, exc)
 
     def _current(self) -> Table:
         if self._pid != os.getpid():
