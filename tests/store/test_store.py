@@ -166,6 +166,16 @@ def test_long_rows_and_many_blocks(store: tsck.Store) -> None:
         assert torch.equal(lazy["tall"][-5:], state["tall"][-5:])
 
 
+def test_too_many_small_tensors_are_refused_before_anything_is_written(
+    store: tsck.Store, url: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tensorstore_ck.engine.write.write_plan.MAX_BODY_BYTES", 1 << 20)
+    state = {"large": torch.ones(1 << 20), **{f"small.{number}": torch.zeros(1024) for number in range(257)}}
+    with pytest.raises(tsck.InputError, match=r"the 257 tensors of up to 4,096 bytes have 1\.0 MiB together.*: stack them"):
+        store.put_snapshot(state, ref="job")
+    assert packs(url) == {}
+
+
 def test_addresses(store: tsck.Store) -> None:
     one = store.put_snapshot(tensors(1), ref="job", step=1)
     two = store.put_snapshot(tensors(2), ref="job", step=1)

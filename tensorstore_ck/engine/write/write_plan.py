@@ -11,8 +11,12 @@ import numpy as np
 
 from tensorstore_ck.chunker import cut_opaque
 from tensorstore_ck.common.buffers import Buffer
+from tensorstore_ck.common.units import human_bytes
 from tensorstore_ck.engine.interfaces import CapturedState, Numbers, SourceRanges, TensorBlock
+from tensorstore_ck.errors import UnsupportedValueError
 from tensorstore_ck.format.block_assignment import BlockShare, Region, assign_blocks, encode_regions, regions_of_rank
+from tensorstore_ck.format.layout import INLINE_TENSOR_BYTES
+from tensorstore_ck.format.sealed import MAX_BODY_BYTES
 
 MAX_DERIVED: Final = 4
 """What is kept for a layout, plans and what others derive from it: where there is more, all of it is dropped before
@@ -85,7 +89,11 @@ class WritePlan(NamedTuple):
 
 
 def plan_of(captured: CapturedState, author: PartAuthor, block_bytes: int) -> WritePlan:
-    """The plan of a part; kept with what is derived from the layout."""
+    """The plan of a part; kept with what is derived from the layout.
+
+    Raises:
+        UnsupportedValueError: the small tensors are too many for one part.
+    """
     regions = encode_regions(captured.explicit) if captured.explicit else b""
     kept = captured.derived if captured.derived is not None else {}
     key = (author.rank, author.layout_ranks, block_bytes, regions, *captured.frozen)
@@ -115,6 +123,12 @@ def _cut(captured: CapturedState, places: Sequence[tuple[Region, int, BlockShare
     for kind, several in groupby(small, key=lambda one: specs[one[0]][1:3]):
         sizes = [size for _, _, size in several]
         runs.append(InlineRun(*kind, first, first := first + len(sizes), data=slice(at, at := at + sum(sizes))))
+    if at > MAX_BODY_BYTES:
+        raise UnsupportedValueError(
+            f"the {len(small):,} tensors of up to {INLINE_TENSOR_BYTES:,} bytes have {human_bytes(at)} together, and what one rank saves "
+            f"may have {human_bytes(MAX_BODY_BYTES)} of them: stack them into larger tensors",
+            object_id="state",
+        )
     ranges = SourceRanges(*np.array(small, np.int64).reshape(-1, 3).T)
     inlined = InlineTensors(ranges, np.cumsum(ranges.sizes), runs)
     frozen_cuts = {tensor: repr(several).encode() for tensor, several in cuts.items()}

@@ -5,6 +5,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -222,8 +223,11 @@ def test_nothing_in_a_folder_is_run(saved: Path, store: Store, tmp_path: Path, p
         assert "mine" not in store.checkout("runs/a")["rank"]["rank_values"]["client_state"]
 
 
-def test_files_of_more_ranks_are_left_over(saved: Path, store: Store, tmp_path: Path) -> None:
-    tag = copy_of(saved, tmp_path, "fp16-2")
-    shutil.copy(optimizer_file(tag, 1), tag / "zero_pp_rank_7_mp_rank_00_optim_states.pt")
-    found = import_checkpoint(store, tmp_path / "old", ref="runs/a").contents
-    assert "left over" in found.skipped["zero_pp_rank_7_mp_rank_00_optim_states.pt"]
+@pytest.mark.parametrize(("kind", "left"), [("fp16-2", [optimizer_file]), ("bf16-3", [optimizer_file, model_file])])
+def test_files_of_more_ranks_are_left_over(saved: Path, store: Store, tmp_path: Path, kind: str, left: list[Callable[..., Path]]) -> None:
+    tag = copy_of(saved, tmp_path, kind)
+    names = {"rank_7".join(file(tag, 1).name.split("rank_1", 1)): file(tag, 1) for file in left}
+    for name, file in names.items():
+        shutil.copy(file, tag / name)
+    skipped = import_checkpoint(store, tmp_path / "old", ref="runs/a").contents.skipped
+    assert all("left over" in skipped[name] for name in names)

@@ -159,9 +159,8 @@ def _read_stage(folder: Folder, read: Callable[[str], dict[str, Any]], names: Se
         form = f"{prefix}zero_pp_rank_{{}}_mp_rank_{stage:02}_optim_states.pt"
         optimizers = [read(name) for name in _of_all_ranks(optimizer_names, world, form)]
     _require_alike(models, "ranks")
-    extra = {rank: name for numbered in (of_ranks, optimizer_names) for rank, name in numbered.items() if rank >= world}
     why = f"the checkpoint is of {world} ranks, so this is left over from a save of more"
-    skipped = tuple((name, why) for name in extra.values())
+    skipped = tuple((name, why) for numbered in (of_ranks, optimizer_names) for rank, name in numbered.items() if rank >= world)
     return DeepSpeedFiles(
         folder=folder,
         models=models,
