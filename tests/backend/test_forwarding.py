@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from tensorstore_ck.backend.forwarding import ForwardingBackend, ReadOnlyBackend
+from tensorstore_ck.backend.forwarding import ForwardingBackend
 from tensorstore_ck.backend.memory import MemoryBackend
 from tensorstore_ck.backend.protocol import Backend
+from tensorstore_ck.backend.read_only import ReadOnlyBackend
 from tensorstore_ck.backend.resumable_upload import resumable
 
 CALLS = {name: inspect.signature(function) for name, function in vars(Backend).items() if inspect.isfunction(function) and name[0] != "_"}

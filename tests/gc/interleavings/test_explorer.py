@@ -43,7 +43,7 @@ def test_an_answer_that_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def create(self: EntryWriter, sealed: bytes, entry: Any) -> bool:
         try:
-            return self._backend.create(self._chain.name(entry.n), sealed) is Created.CREATED
+            return self.backend.create(self.chain.name(entry.n), sealed) is Created.CREATED
         except BackendUnavailableError:
             return False
 

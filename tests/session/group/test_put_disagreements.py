@@ -18,7 +18,7 @@ from tensorstore_ck.errors import (
 )
 from tensorstore_ck.format.record import encode_metadata
 from tensorstore_ck.format.sharding import Mesh
-from tensorstore_ck.maintenance.apply_policies import remove_quota, set_quota
+from tensorstore_ck.maintenance.quotas import remove_quota, set_quota
 from tests.gc.stores import stay_in_one_thread
 from tests.session.group.putting import (
     new_backend,
