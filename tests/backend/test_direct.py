@@ -37,7 +37,7 @@ def in_own_mounts(folder: Path, *command: str) -> "subprocess.CompletedProcess[s
 
 @pytest.mark.skipif(not SAYS_ALIGNMENT, reason="Linux says how O_DIRECT must be aligned from 6.1 on")
 def test_on_overlay_it_goes_by_the_folder_below(tmp_path: Path) -> None:
-    done = in_own_mounts(tmp_path, sys.executable, "-m", "tests.backend.test_direct", "disk-overlay", "memory", "memory-overlay")
+    done = in_own_mounts(tmp_path, sys.executable, __file__, "disk-overlay", "memory", "memory-overlay")
     if "mount" in done.stderr or "unshare" in done.stderr:
         pytest.skip(f"no mounts of one's own here: {done.stderr}")
     assert done.stdout.split() == [str(is_direct(tmp_path / "disk")), "False", "False"], done.stderr

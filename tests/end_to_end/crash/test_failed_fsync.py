@@ -177,7 +177,7 @@ def test_a_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asy
 def test_a_single_writer_must_open_the_store_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its undecided entry could arrive late, and overwrite a later one."""
     with tsck.open(tmp_path / "store", create=True, single_writer_unsafe=True, cache_dir=tmp_path / "c", state_dir=tmp_path / "s") as store:
-        monkeypatch.setattr(store.engine.log._writer, "_sleep", lambda _: None)
+        monkeypatch.setattr(store.engine.log._writer, "sleep", lambda _: None)
         with monkeypatch.context() as patch:
             patch.setattr(LocalBackend, "create", lambda *_: Created.UNKNOWN)
             with pytest.raises(UndecidedError, match="open the store again") as caught:
