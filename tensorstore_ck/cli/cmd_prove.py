@@ -70,8 +70,10 @@ def prove(
 def _write(address: str, tensor: str, path: str, choice: StoreChoice, *, force: bool, as_json: bool) -> None:
     from tensorstore_ck.backend.os_errors import os_errors  # noqa: PLC0415 - help needs none of them
     from tensorstore_ck.cli.model_files import check_new_file  # noqa: PLC0415
+    from tensorstore_ck.common.local_path import local_path  # noqa: PLC0415
     from tensorstore_ck.format.proof import decode_proof  # noqa: PLC0415
 
+    path = local_path(path, "a proof")
     check_new_file(path, overwrite=force)
     with choice.look() as store:
         proof = store.prove(address, tensor)

@@ -59,8 +59,8 @@ def load_file(path: str) -> LoadedFile:
         CorruptObjectError: its content is not what its name says.
         UnsupportedValueError: it holds more than torch loads with ``weights_only=True``.
     """
-    load = _load_safetensors if _is_safetensors(path) else _load_torch
-    if not os.path.isfile(local_path(path, "a model file")):
+    load, path = _load_safetensors if _is_safetensors(path) else _load_torch, local_path(path, "a model file")
+    if not os.path.isfile(path):
         raise NotFoundError(f"there is no file {path}", object_id=path)
     with os_errors("read", path):
         return load(path)
@@ -73,7 +73,7 @@ def save_file(state: Any, path: str, metadata: Mapping[str, object], *, overwrit
         AlreadyExistsError: the file exists, and `overwrite` is false.
         UnsupportedValueError: a tensor's dtype does not exist in the format.
     """
-    safetensors = _is_safetensors(path)
+    safetensors, path = _is_safetensors(path), local_path(path, "a model file")
     check_target(path, overwrite=overwrite)
     if safetensors:
         tensors, left_out = split_state(state)
@@ -112,7 +112,8 @@ def check_new_file(path: str, *, overwrite: bool) -> None:
         AlreadyExistsError: the file exists, and `overwrite` is false.
         NotFoundError: its folder does not exist.
     """
-    folder = os.path.dirname(local_path(path, "a model file")) or "."
+    path = local_path(path, "a model file")
+    folder = os.path.dirname(path) or "."
     if not os.path.isdir(folder):
         raise NotFoundError(f"there is no folder {folder} to write {os.path.basename(path)} into", object_id=path)
     if os.path.isdir(path) or (os.path.lexists(path) and not overwrite):

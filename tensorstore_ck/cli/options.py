@@ -300,8 +300,8 @@ def host_options(command: Command) -> Command:
     trust_help = f"Which keys must have signed which refs (or ${TRUST_VARIABLE}; default: trust.toml in your configuration folder)."
     command = click.option("--trust", metavar="FILE", envvar=TRUST_VARIABLE, help=trust_help)(command)
     command = click.option("--rollback", type=click.Choice(ROLLBACK), default="warn", envvar=ROLLBACK_VARIABLE, help=rollback_help)(command)
-    command = click.option("--state-dir", metavar="FOLDER", envvar=STATE_VARIABLE, help=state_help)(command)
-    return click.option("--cache-dir", metavar="FOLDER", envvar=CACHE_VARIABLE, help=cache_help)(command)
+    command = click.option("--state-dir", type=os.path.expanduser, metavar="FOLDER", envvar=STATE_VARIABLE, help=state_help)(command)
+    return click.option("--cache-dir", type=os.path.expanduser, metavar="FOLDER", envvar=CACHE_VARIABLE, help=cache_help)(command)
 
 
 def write_options(command: Command) -> Command:

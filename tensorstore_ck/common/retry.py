@@ -37,7 +37,7 @@ class AbandonedError(Exception):
     """Another thread failed: its error is the one to raise."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class RetryPolicy:
     """Stops retries across threads: an exception from `stop` ends this thread's work; `failed` ends the others'."""
 

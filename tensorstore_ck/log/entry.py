@@ -263,7 +263,7 @@ class Appended(NamedTuple):
     """The entry's time; 0 if nothing was appended."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class EntryWriter:
     """Creates the entries of one open log. The caller holds the lock of the `Log`.
 

@@ -66,7 +66,7 @@ class Tail(NamedTuple):
         batch.put(_TAIL_KEY, _TAIL.pack(*self))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Follower:
     """Reads one log for any number of tables. See `Log` for the arguments."""
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from tensorstore_ck.training import extras, gradients, model_state, optimizers, random_generators
 from tensorstore_ck.training.noted_attributes import noted_attributes
-from tensorstore_ck.training.parameter_names import ParameterNames
+from tensorstore_ck.training.parameter_names import MODEL, ParameterNames, without_wrappers
 from tensorstore_ck.training.stateful_parts import StatefulPart, load
 
 if TYPE_CHECKING:
@@ -117,6 +117,16 @@ class SharedState:
         target |= self._plain_extra().states(extras.get_target)
         in_flight = names.below("gradients.", stored) if self._restores_gradients else []
         return {**target, "gradients": gradients.get_target(names, in_flight)} if in_flight else target
+
+    def wants(self, name: str) -> bool:
+        """Whether the stored value of this name is read; it belongs to a part that is restored."""
+        return True
+
+    def name_of(self, stored: str) -> str | None:
+        """The name in this state of a stored name, in a part that is restored; None: it is not read."""
+        if not self.wants(stored):
+            return None
+        return without_wrappers(stored) if stored.startswith(MODEL) else stored
 
     def load(self, state: Mapping[str, Any], own_gradients: gradients.Gradients) -> None:
         """Restores the shared state. `own_gradients`: the gradients that this rank stored as its own."""

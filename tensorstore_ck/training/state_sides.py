@@ -19,7 +19,6 @@ from tensorstore_ck.session.group import DIFFERENT_CALLS
 from tensorstore_ck.session.restoring import Restoring
 from tensorstore_ck.session.save.rank_round import UnpreparedState
 from tensorstore_ck.training import environment, optimizers
-from tensorstore_ck.training.parameter_names import without_wrappers
 from tensorstore_ck.training.per_rank_state import GENERATORS, LOADER_GENERATORS, VALUES, PerRankState, own_states
 from tensorstore_ck.training.rank_group import SINGLE, Agreement, Agreements, RankReport
 from tensorstore_ck.training.shared_state import GetOptimizer, SharedState
@@ -118,7 +117,7 @@ class StateSides:
         try:
             state = restoring.checkout(
                 into={"ranks": None, "mid_step": None, **self.shared.target(stored)},
-                rename=lambda name: without_wrappers(name) if name.partition(".")[0] in shared else None,
+                rename=lambda name: self.shared.name_of(name) if name.partition(".")[0] in shared else None,
                 broadcast=broadcast,
             )
         except MismatchError as exc:

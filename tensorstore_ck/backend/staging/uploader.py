@@ -25,7 +25,7 @@ from tensorstore_ck.errors import BackendUnavailableError, DamageError, InvalidO
 MAX_PARALLEL_REQUESTS: Final = 4
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Uploader:
     """Uploads from one staging folder to one store."""
 

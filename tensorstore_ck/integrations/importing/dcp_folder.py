@@ -54,8 +54,8 @@ class _Fields:
     """An object of a DCP class: the name of its class, and its fields in the pickle."""
 
     kind: str
-    named: dict[Any, Any] = field(default_factory=dict)
-    items: tuple[Any, ...] = ()
+    named: dict[Any, Any] = field(default_factory=dict, init=False)  # a pickle passes what it likes
+    items: tuple[Any, ...] = field(default=(), init=False)
     """The fields of the one class that pickles them without names."""
 
     def build(self, state: Any) -> None:

@@ -38,7 +38,7 @@ from tensorstore_ck.maintenance.fsck.repairable import readable_parts
 COPIED: Final = "copied from the other store"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class PartRebuilder:
     """Rebuilds parts and records of one store."""
 

@@ -221,8 +221,7 @@ class _Uniting:
     def _tensor(self, sides: Sequence[tuple[int, Leaf]]) -> Node:
         side, first = sides[0]
         flags = first.flags
-        base_forms = {self._kinds[side].layout.tensors[leaf.index][1:] for side, leaf in sides}
-        if all(leaf.kind == "view" and leaf.node[2:-1] == first.node[2:-1] for _, leaf in sides) and len(base_forms) == 1:
+        if all(leaf.kind == "view" and leaf.node[2:-1] == first.node[2:-1] for _, leaf in sides) and self._have_one_base(sides):
             base = self._known(sides)
             if base is None:
                 base = self._add(sides, self._kinds[side].layout.tensors[first.index], are_views=False)
@@ -230,6 +229,10 @@ class _Uniting:
         known = self._known(sides) if all(leaf.kind == "tensor" for _, leaf in sides) else None
         number = self._add(sides, self._spec(first, side), are_views=True) if known is None else known
         return ["t", number, flags] if flags else number
+
+    def _have_one_base(self, sides: Sequence[tuple[int, Leaf]]) -> bool:
+        """Whether the views have bases of the same form in all kinds."""
+        return len({self._kinds[side].layout.tensors[leaf.index][1:] for side, leaf in sides}) == 1
 
     def _known(self, sides: Sequence[tuple[int, Leaf]]) -> int | None:
         numbers = {self._number_of.get((side, leaf.index)) for side, leaf in sides}

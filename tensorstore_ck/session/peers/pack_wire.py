@@ -37,7 +37,7 @@ SILENT_SECONDS: Final = 60.0
 
 
 class WireError(OSError):
-    """The other side is gone, or does not know the secret."""
+    """The other side is gone or does not know the secret, or what it sends has vanished."""
 
 
 def receive_into(connection: socket.socket, target: memoryview, go_on: Callable[[], object] = lambda: None) -> None:
