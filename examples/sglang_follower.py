@@ -10,7 +10,8 @@
 
 SGLang passes a loader named tensors alone: here one, whose bytes say which version. The weights are held in host memory under the names of
 the checkpoint: each worker of a tensor-parallel group holds a part of the tensors, and reads what changed in it. SGLang serves nothing
-during the call. A load that fails on one worker raises on all, and an error of a loader ends SGLang's engine: start it again.
+during the call. A load that fails on one worker raises on all, and an error of a loader ends SGLang's engine: start it again. Not for
+engines with a draft model: SGLang calls the loader for that, too.
 """
 
 import json
@@ -40,7 +41,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
     *followed, root = json.loads(bytes(tensor.cpu().tolist()))
     held = held_weights(*followed)
     held.stage(root)
-    held.load(model.load_weights)
+    held.load(model.load_weights, again=True)  # SGLang has prepared the model for a load, also of the version that it has
 
 
 @cache

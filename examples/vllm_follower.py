@@ -30,19 +30,23 @@ class Follower:
     """Mixed into vLLM's worker, which has `model_runner`."""
 
     model_runner: Any
+    held: Any = None
 
     def follow(self, url: str, ref: str, prefix: str = "", host_cache: str | None = None, **options: Any) -> None:
         """Reads the newest snapshot of the branch into host memory; `options` are those of `tsck.open`."""
+        if self.held is not None:
+            self.held.close()
+            self.held = None
         self.held = self._answer(lambda: HeldWeights(url, ref, prefix, host_cache=host_cache, workers=engine_workers(), **options))
 
     def stage(self, root: str) -> None:
         """Stages the snapshot with that root."""
         self._answer(lambda: self.held.stage(root))
 
-    def swap(self) -> int | None:
-        """Loads the staged version into the model; returns its step."""
+    def swap(self, again: bool = False) -> int | None:
+        """Loads the staged version into the model; returns its step. `again`: also the one that it has, as after `sleep(level=2)`."""
         load = lambda weights: self.model_runner.reload_weights(weights_iterator=weights)  # noqa: E731
-        return self._answer(lambda: self.held.load(load))  # type: ignore[no-any-return]
+        return self._answer(lambda: self.held.load(load, again=again))  # type: ignore[no-any-return]
 
     def _answer(self, call: Callable[[], Any]) -> Any:
         """The last worker raises for all. vLLM raises the first error, and would pass later workers' answers to its next call."""

@@ -19,6 +19,7 @@ Adapters of peft by address, where TSCK_STORE is set: "model": "tsck:runs/lora@4
 
 import asyncio
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 import tensorstore_ck as tsck
-from examples.held_weights import HeldWeights
+from examples.held_weights import HeldWeights, common_root
 from examples.vllm_follower import engine_workers
 from tensorstore_ck.integrations.exporting import export_snapshot
 
@@ -47,7 +48,9 @@ class SnapshotLoader(BaseModelLoader):  # type: ignore[misc]
         """Reads and verifies the snapshot's tensors, and gives them to the model."""
         about = self.load_config.model_loader_extra_config
         prefix = about.get("prefix", "")
-        with tsck.open(about["store"], read_only=True) as store, store.open_snapshot(about["address"]) as snapshot:
+        with ExitStack() as stack:
+            store = stack.enter_context(tsck.open(about["store"], read_only=True))
+            snapshot = stack.enter_context(store.open_snapshot(common_root(store, about["address"], engine_workers())))
             model.load_weights((name.removeprefix(prefix), snapshot[name][...]) for name in snapshot if name.startswith(prefix))
 
 

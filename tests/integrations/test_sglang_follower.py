@@ -60,7 +60,7 @@ class WeightUpdater:
         return True, "Success"
 
 
-def test_each_version_is_loaded_once(tmp_path: Path) -> None:
+def test_each_update_is_loaded_also_of_the_version_that_is_there(tmp_path: Path) -> None:
     loader = "examples.sglang_follower.load"
     updater, state = WeightUpdater([loader]), first_state()
     with sglang() as sglang_follower, tsck.open(tmp_path, create=True) as trainer:
@@ -69,7 +69,7 @@ def test_each_version_is_loaded_once(tmp_path: Path) -> None:
             version = sglang_follower.named(str(tmp_path), REF, root, prefix="model.")
             for _ in range(2):
                 assert updater.update_weights_from_tensor(version, loader) == (True, "Success")
-            assert len(updater.model.loads) == step + 1
+            assert len(updater.model.loads) == 2 * (step + 1)
             assert equal(updater.model.loads[-1], state)
             train(state, step)
         with pytest.raises(ValueError, match="pass what `named` returns"):
