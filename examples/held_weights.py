@@ -62,7 +62,7 @@ class HeldWeights:
     def load(self, load_weights: Any, *, again: bool = False) -> int | None:
         """Swaps, and passes (name, tensor) of all to the engine unless it has them, or `again`; returns the step.
 
-        After an error, call it again. An error of one worker is an error of all. A worker that is lost is one, too, at the latest after twice
+        After an error, call it again. An error of one worker is an error of all; a worker that is lost is one at the latest after twice
         `timeout_seconds`.
         """
         self.feed.swap()

@@ -74,3 +74,17 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         tsck.import_checkpoint(store, "~/job.safetensors", ref="again")
     assert {"store", "cache", "state", "job.safetensors"} <= {path.name for path in home.iterdir()}
     assert not list(work.iterdir())
+
+
+def test_a_tilde_in_a_command_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, work = tmp_path / "home", tmp_path / "work"
+    home.mkdir()
+    work.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(work)
+    torch.save({"w": torch.ones(3)}, home / "w.pt")
+    for command in ("init", "put ~/w.pt --ref run", "get run ~/again.pt", "prove run w --out ~/w.proof"):
+        result = run_tsck(tmp_path, *command.split(), "--cache-dir=~/cache", "--state-dir=~/state", store="~/store")
+        assert result.code == 0, result.err
+    assert {"again.pt", "cache", "state", "store", "w.proof"} <= {path.name for path in home.iterdir()}
+    assert not list(work.iterdir())

@@ -153,7 +153,7 @@ class EngineState(SharedState):
     def wants(self, name: str) -> bool:
         """Weights that the model does not have are left out if `strict` is off."""
         own = name.removeprefix(MODEL)
-        return self.strict or own == name or own in self.names().parameters or own in plain_buffers(self.module, of_model=True)
+        return self.strict or own == name or own in self._weights(self._fragments())
 
     def _state_targets(self, fragments: list[Fragment], stored: LazySnapshot) -> Iterator[tuple[str, State]]:
         """Moments are views of tensors like `Fragment.flat`, which become the optimizer's states when they are filled."""

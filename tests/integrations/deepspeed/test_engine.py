@@ -195,6 +195,21 @@ def test_frozen_parameters_may_be_left_out(store: Store, tmp_path: Path) -> None
     other.destroy()
 
 
+def test_weights_that_the_model_lacks_are_left_out_of_a_load_that_is_not_strict(store: Store, tmp_path: Path) -> None:
+    engine = attached(store)
+    train(engine, 0, range(1))
+    engine.save_checkpoint(tmp_path, tag="t")
+    trained = engine.module.inner.weight.detach().clone()
+    engine.destroy()
+    other = attached(store, ref="runs/b")
+    del other.module.seen
+    with pytest.raises(MismatchError, match=r"model\.seen"):
+        other.load_checkpoint(tmp_path, tag="t")
+    other.load_checkpoint(tmp_path, tag="t", load_module_strict=False)
+    assert torch.equal(other.module.inner.weight, trained)
+    other.destroy()
+
+
 def test_a_tag_whose_newest_save_was_killed_is_the_save_before(store: Store, tmp_path: Path) -> None:
     engine = attached(store)
     train(engine, 0, range(1))

@@ -313,3 +313,10 @@ def test_the_name_of_the_newest_tag_is_not_read_from_elsewhere(refuse: Refuse, t
     message = refuse(folder, tsck.InvalidNameError)
     assert "leads out of its folder" in message
     assert "secret" not in message
+
+
+def test_fields_of_a_class_of_dcp_that_are_given_by_a_call_are_refused(refuse: Refuse, tmp_path: Path) -> None:
+    folder = tmp_path / "dcp"
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(b"\x80\x02" + name("torch.distributed.checkpoint.metadata", "Metadata") + b"K\x01\x85R.")
+    assert "metadata" in refuse(folder).lower()
