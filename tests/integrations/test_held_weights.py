@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -102,6 +102,24 @@ class Worker:
 
 def begin(door: str, folder: str, count: int) -> None:
     WORKERS.append(Worker(door, f"{folder}/store", GROUPS[count]))
+
+
+def begin_badly(place: str, door: str, folder: str, count: int, only: int) -> None:
+    """As `begin`, but one rank fails there."""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == only:
+            patch.setattr(
+                f"examples.held_weights.{place}", Mock(side_effect=tsck.errors.BackendUnavailableError("no answer", object_id="x"))
+            )
+        begin(door, folder, count)
+
+
+def load_with_another_root(only: int) -> None:
+    """One rank's feed is at another version than the others'."""
+    root = ("1" if dist.get_rank() == only else "2") * 64
+    held = WORKERS[0].held()
+    held.feed = SimpleNamespace(swap=lambda: None, version=SimpleNamespace(root=root, step=1), close=held.feed.close)
+    held.load(list)
 
 
 def update(root: str) -> list[tuple[str, torch.Tensor]]:
@@ -232,6 +250,25 @@ def test_what_cannot_be_staged_fails_on_all(pool: Pool, folder: Path, trainer: t
     answers = pool.ask(stage, "0" * 64, ranks=2)
     assert answers[0] is None
     assert isinstance(answers[1], tsck.errors.NotFoundError)
+
+
+@pytest.mark.parametrize("only", [0, 1])
+@pytest.mark.parametrize("place", ["tsck.open", "HeldWeights._divide"])
+def test_an_error_of_one_worker_before_it_follows_is_one_of_all_and_heals(
+    pool: Pool, folder: Path, trainer: tsck.Store, place: str, only: int
+) -> None:
+    root = save(trainer, first_state(), 0).root
+    answers = pool.ask(begin_badly, place, "vllm_plugin", str(folder), 2, only, ranks=2)
+    assert isinstance(answers[only], tsck.errors.BackendUnavailableError)
+    assert "another worker could not" in str(answers[1 - only])
+    pool.run(begin, "vllm_plugin", str(folder), 2, ranks=2)
+    assert len({len(found) for found in pool.run(update, root, ranks=2)}) == 1
+
+
+def test_workers_at_different_versions_load_nothing(pool: Pool, folder: Path, trainer: tsck.Store) -> None:
+    save(trainer, first_state(), 0)
+    pool.run(begin, "vllm_plugin", str(folder), 2, ranks=2)
+    assert all("different versions" in str(answer) for answer in pool.ask(load_with_another_root, 1, ranks=2))
 
 
 @pytest.mark.slow
