@@ -1,7 +1,7 @@
 """A URL where a path on this host is needed, which as a path would be a folder of that name below the current one."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -62,29 +62,29 @@ def test_a_command_names_the_staging_disk_as_it_is_there(
     assert f"tsck staging --staging {tmp_path}/stage -s {root}" in caplog.text
 
 
-def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The user's, from another folder, in which nothing may be made."""
     home, work = tmp_path / "home", tmp_path / "work"
     home.mkdir()
     work.mkdir()
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.chdir(work)
+    yield home
+    assert not list(work.iterdir())
+
+
+def test_a_tilde_is_the_home_folder(home: Path) -> None:
     with tsck.open("~/store", create=True, cache_dir="~/cache", state_dir="~/state") as store:
         store.put_snapshot({"w": torch.ones(3)}, ref="job")
         tsck.export_snapshot(store, "job", "~/job.safetensors", format="safetensors")
         tsck.import_checkpoint(store, "~/job.safetensors", ref="again")
     assert {"store", "cache", "state", "job.safetensors"} <= {path.name for path in home.iterdir()}
-    assert not list(work.iterdir())
 
 
-def test_a_tilde_in_a_command_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    home, work = tmp_path / "home", tmp_path / "work"
-    home.mkdir()
-    work.mkdir()
-    monkeypatch.setenv("HOME", str(home))
-    monkeypatch.chdir(work)
+def test_a_tilde_in_a_command_is_the_home_folder(home: Path) -> None:
     torch.save({"w": torch.ones(3)}, home / "w.pt")
     for command in ("init", "put ~/w.pt --ref run", "get run ~/again.pt", "prove run w --out ~/w.proof"):
-        result = run_tsck(tmp_path, *command.split(), "--cache-dir=~/cache", "--state-dir=~/state", store="~/store")
+        result = run_tsck(home.parent, *command.split(), "--cache-dir=~/cache", "--state-dir=~/state", store="~/store")
         assert result.code == 0, result.err
     assert {"again.pt", "cache", "state", "store", "w.proof"} <= {path.name for path in home.iterdir()}
-    assert not list(work.iterdir())
